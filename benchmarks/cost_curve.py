@@ -29,8 +29,7 @@ from pass_worker import MARK, Pass, Setting
 from peer_engines import PEERS
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from roof import Roof, measure_roof
-from specserve.cli.download import fetch
-from specserve.cli.models import requantise
+from specserve.cli.models import fetch, requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.engine import kernels
@@ -231,7 +230,7 @@ def show(path: Path, rows: list[Row]) -> None:
 def default_files() -> list[Path]:
     """The default configuration's target, published and in pure Q4_0, and the draft in pure Q4_0."""
     _, config = load_yaml(DEFAULT_CONFIG)
-    draft = [requantise(fetch(config.draft, DEFAULT_CONFIG, config.models_directory))] if config.draft else []
+    draft = [requantise(fetch(config.draft, DEFAULT_CONFIG))] if config.draft else []
     return [*forms_of_the_target(), *draft]
 
 

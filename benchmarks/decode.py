@@ -34,7 +34,7 @@ from common import (
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
 from specserve.core.generation import Generation
-from specserve.core.loading import Models, load_models, open_engines
+from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_engines
 from specserve.core.scheduler import Scheduler
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
@@ -100,7 +100,7 @@ class Lane:
     def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
         """Submit a prompt to a new scheduler, whose caches are empty."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(self.target, self.drafters, prefill_rows=self.config.prefill_rows, keeps_prefixes=False)
+        scheduler = Scheduler(self.target, self.drafters, prefill_rows=PREFILL_ROWS, keeps_prefixes=False)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),

@@ -34,6 +34,7 @@ from servers import (
     unique_prompts,
 )
 from specserve.config import load_yaml
+from specserve.core.loading import PREFILL_ROWS
 
 CLIENTS = (1, 2, 4, 8, 16)
 # Other servers; peers.py compares all.
@@ -215,7 +216,7 @@ def main() -> None:
         for endpoint in [*modes, *others]:
             checked(endpoint, stream(endpoint, unique_prompts(1)[0], 8))
         if options.mixed:
-            rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), handler.prefill_rows)
+            rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), PREFILL_ROWS)
         else:
             rows = measure(loads, [*modes, *others], results, turns)
     print_table("streams", rows, omit=["first_error"])

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -34,6 +32,7 @@ from common import ResultsFile, Row, argument_parser, print_result, print_table
 from load import percentile, specserve_modes
 from peer_engines import Job, start
 from servers import Endpoint, events, specserve_endpoint, unique_prompts
+from specserve.cli.archive import TORCH_STUB, write_mar
 from specserve.cli.paths import PROJECT
 from specserve.cli.torchserve_process import State
 from specserve.config import load_yaml
@@ -144,21 +143,9 @@ def repeated(work: Callable[[], object]) -> Iterator[None]:
 
 def busy_model(stack: ExitStack, port: int) -> Neighbour:
     """Register a second model on the TorchServe of a port; returns the neighbour that keeps it busy."""
-    state = State.of(port)
-    with tempfile.TemporaryDirectory() as directory:
-        building = Path(directory)
-        shutil.copy(Path(__file__).with_name("busy_handler.py"), building)
-        # TorchServe's worker imports torch for one isinstance check.
-        (building / "torch.py").write_text("class Tensor:\n    pass\n", encoding="utf-8")
-        archiver = [sys.executable, "-m", "model_archiver.model_packaging", "--export-path", "."]
-        options = ["--model-name", "busy", "--version", "1.0", "--handler", "busy_handler.py"]
-        subprocess.run(
-            [*archiver, *options, "--extra-files", "torch.py"],
-            cwd=building,
-            env={**os.environ, "TMPDIR": str(building)},
-            check=True,
-        )
-        shutil.copy(building / "busy.mar", state.model_store)
+    state = State(port)
+    handler = Path(__file__).with_name("busy_handler.py")
+    write_mar(state.model_store / "busy.mar", "1.0", handler.name, {handler.name: handler, "torch.py": TORCH_STUB})
     management = f"http://127.0.0.1:{state.ports.management}/models"
     keys = {kind: {"Authorization": f"Bearer {state.key(kind)}"} for kind in ("inference", "management")}
     asked = {"url": "busy.mar", "initial_workers": "1", "synchronous": "true"}
@@ -184,7 +171,7 @@ def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
     scripts, flags = PROJECT / "scripts", ["--port", str(port)]
     subprocess.run([scripts / "serve", "--config", config, *flags, "--detach"], check=True, stdout=subprocess.DEVNULL)
     stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
-    return replace(specserve_endpoint(port), key=State.of(port).key("inference"))
+    return replace(specserve_endpoint(port), key=State(port).key("inference"))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Engines of other projects, for peers.py and load.py: how they are built, and the settings of their servers.
 
-All is built below `peers` in the cache directory the first time, from the packages that requirements-peer.lock pins:
+All is built below `peers` in the cache directory the first time, from the packages that scripts/locks/peer.txt pins:
 llama-server and ik_llama.cpp's take ten minutes each on two cores.
 """
 
@@ -21,15 +21,14 @@ from rich.console import Console
 
 from servers import ServerProcess
 from specserve.cli import files
-from specserve.cli.archive import handler_of
-from specserve.cli.models import prepare
+from specserve.cli.archive import prepared_handler
 from specserve.cli.paths import PROJECT
 from specserve.config import cache_directory
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 
 PEERS = cache_directory() / "peers"
-LOCK = PROJECT / "requirements-peer.lock"
+LOCK = PROJECT / "scripts" / "locks" / "peer.txt"
 LLAMA, IK = "llama-cpp-python", "ik-llama-cpp-python"
 BUILD = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -68,11 +67,13 @@ class Job:
     @classmethod
     def of(cls, config: Path, slots: int) -> Job:
         """The job of a model YAML."""
-        prepared = prepare(config)
-        handler = handler_of(config, prepared)
+        handler = prepared_handler(config)
         threads = usable_cores(handler.cores, handler.threads).threads
         # Each slot of the others' has its own cells; no request of these benchmarks is longer.
-        return cls(prepared.target, prepared.draft, threads, slots, min(handler.context_length, _CONTEXT_LENGTH))
+        target, draft = (model.path if model else None for model in (handler.target, handler.draft))
+        if target is None:
+            raise EnvironmentFailure(f"{config} names no target.")
+        return cls(target, draft, threads, slots, min(handler.context_length, _CONTEXT_LENGTH))
 
 
 def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 
 from common import Row as ResultRow
 from common import argument_parser, print_result, print_table
-from specserve.cli.download import fetch
-from specserve.cli.models import requantise
+from specserve.cli.models import fetch, requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import CacheType, load_yaml
 from specserve.engine import kernels
@@ -138,8 +137,8 @@ def score(
 def forms_of_the_target() -> list[Path]:
     """The default configuration's target as it was published, and pure Q4_0 made from it."""
     _, config = load_yaml(DEFAULT_CONFIG)
-    published = fetch(config.target, DEFAULT_CONFIG, config.models_directory)
-    return [published.path, requantise(published)]
+    published = fetch(config.target, DEFAULT_CONFIG)
+    return [published, requantise(published)]
 
 
 def compare(path: Path, *, most: int | None, variant: str | None) -> list[ResultRow]:

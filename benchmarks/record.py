@@ -31,6 +31,8 @@ from specserve.speculation.measure import prefill
 
 # A family with a schema or a prediction has the prompts of another family.
 RECORDED = [family for family, (file, extra) in FAMILIES.items() if extra is None and file != "long"]
+# Tokens of the prompt that the draft model reads, as a server's does.
+_DRAFT_WINDOW = 128
 _CHUNK = 64
 _DIGITS = 4
 _SEED = 1
@@ -141,7 +143,7 @@ def main() -> None:
     for task, temperature in track(tasks, "recording", console=Console(stderr=True)):
         if (task.name, temperature) not in known:
             sampling = SamplingParams(temperature=temperature)
-            line = record((target, draft), config.speculation.window, models[0], task, sampling)
+            line = record((target, draft), _DRAFT_WINDOW, models[0], task, sampling)
             with options.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 

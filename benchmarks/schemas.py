@@ -32,7 +32,7 @@ from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
 from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
-from specserve.core.loading import Models, load_models
+from specserve.core.loading import PREFILL_ROWS, Models, load_models
 from specserve.core.scheduler import Scheduler
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
@@ -96,7 +96,7 @@ class Sampler:
         scheduler = Scheduler(
             self._models.target,
             self._models.drafters,
-            prefill_rows=self._config.prefill_rows,
+            prefill_rows=PREFILL_ROWS,
             keeps_prefixes=False,
             max_wait_seconds=self._wait,
             begin_masks=self._models.grammars.begin_round,

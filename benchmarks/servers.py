@@ -113,13 +113,13 @@ def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
 
 def specserve_endpoint(port: int) -> Endpoint:
     """This project's server on a port where it already runs without tokens."""
-    url = f"http://127.0.0.1:{State.of(port).ports.inference}/predictions/qwen/1.0"
+    url = f"http://127.0.0.1:{State(port).ports.inference}/predictions/qwen/1.0"
     return Endpoint("specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port))
 
 
 def specserve_processes(port: int, program: str = "") -> list[psutil.Process]:
     """TorchServe's processes at a port whose command lines contain `program`."""
-    state = str(State.of(port).directory)
+    state = str(State(port).directory)
     commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
     return [process for process, command in commands if state in command and program in command]
 

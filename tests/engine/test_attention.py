@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from attention_cases import AttentionCase, conversations
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from planted import build_library
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import write_tiny
 from specserve.config import CacheType
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
@@ -24,6 +23,7 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError
 from tiny_formats import quantise_as
+from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 

@@ -9,12 +9,12 @@ from random import Random
 import pytest
 
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
-from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
+from tiny_models import ARCHITECTURES, write_tiny
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4
 STEPS = 500

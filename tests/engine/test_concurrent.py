@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.cli.tiny_models import ARCHITECTURES
 from specserve.core import admission
 from specserve.core.generation import Generation
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
+from tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
     KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import write_tiny
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
+from tiny_models import write_tiny
 
 SIZE = 100 * GROUP
 FREQUENT = 3 * GROUP

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
+import tiny_models as tiny
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.cli import tiny_models as tiny
-from specserve.cli.tiny_models import ARCHITECTURES, END_OF_TEXT
 from specserve.config import ModelConfig
 from specserve.core import loading
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError, RequestError
+from tiny_models import ARCHITECTURES, END_OF_TEXT
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiny_models
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
@@ -21,6 +20,7 @@ from specserve.engine.invariance import Invariance, probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
+from tiny_models import ARCHITECTURES, write_tiny
 
 NOISE = 0.25
 

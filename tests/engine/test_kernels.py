@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import tiny_models
 from kernel_products import BLOCK, FORMATS, SUPPORTED_VARIANTS, exact, needs_kernels, product, quantised, variants
 from planted import build_library
-from specserve.cli import tiny_models
-from specserve.cli.tiny_models import write_tiny
 from specserve.engine import kernel_trial, kernels
+from tiny_models import write_tiny
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
+from tiny_models import write_tiny
 
 pytestmark = needs_kernels
 

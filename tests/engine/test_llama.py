@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from pairs import TinyFiles
-from specserve.cli.tiny_models import ARCHITECTURES
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
+from tiny_models import ARCHITECTURES
 
 SLOTS = 3
 CONTEXT = 256

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter, RopeScalingType
 
+import tiny_models as tiny
 from pairs import Pair, TinyFiles
-from specserve.cli import tiny_models as tiny
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+import tiny_models
 from front_end import FrontEnd
 from pairs import Pair, TinyFiles
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
-from specserve.cli import tiny_models
 from specserve.errors import RequestError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]

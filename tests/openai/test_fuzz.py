@@ -23,12 +23,12 @@ from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.api.response import Response
 from specserve.api.responses import ResponsesRequest
-from specserve.cli.tiny_models import write_tiny
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.generation import Generation
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
+from tiny_models import write_tiny
 
 CONFIG = HandlerConfig(
     model_id="tiny",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
+import tiny_models
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest
-from specserve.cli import tiny_models
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 

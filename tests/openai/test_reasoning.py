@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny_models
 from constraints import Pieces
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
@@ -17,7 +18,6 @@ from specserve.api.call_formats import thinking_tags
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
-from specserve.cli import tiny_models
 from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.tool_calls import control_tokens
 

@@ -62,9 +62,9 @@ def published() -> Iterator[Loaded]:
     prepare(DEFAULT_CONFIG)
     _, handler = load_yaml(DEFAULT_CONFIG)
     assert handler.draft is not None
-    assert handler.draft.file is not None
+    assert handler.draft.hub is not None
     # One thread: hundreds of short steps of threads that wait for each other take minutes on a busy machine.
-    loaded = load(models_directory() / handler.draft.file, "off", threads=1)
+    loaded = load(models_directory() / Path(handler.draft.hub).name, "off", threads=1)
     yield loaded
     loaded.engine.close()
     loaded.model.close()

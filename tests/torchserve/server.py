@@ -16,10 +16,10 @@ from typing import Any
 import openai
 import psutil
 import requests
-import yaml
+
+from tiny_config import tiny_config
 
 PROJECT = Path(__file__).parents[2]
-TINY = PROJECT / "config" / "tiny.yaml"
 # The deadline of everything that has to happen: only a server that hangs takes so long, however busy the machine.
 PATIENCE_SECONDS = 300
 
@@ -38,6 +38,11 @@ def free_ports(count: int = 5) -> int:
             continue
         return first
     raise AssertionError("There are no free ports.")
+
+
+def tiny() -> Path:
+    """The model YAML of the tiny pair."""
+    return tiny_config(PROJECT / ".specserve" / "tiny")
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(*options: str, config: Path = TINY, port: int | None = None) -> Iterator[Server]:
-    """Start a server with `scripts/serve --detach`, on free ports without `port`, and kill it at the end."""
+def running(*options: str, config: Path | None = None, port: int | None = None) -> Iterator[Server]:
+    """Start a server with `scripts/serve --detach`, on free ports without `port`, and kill it at the end.
+
+    Without `config` it serves the tiny pair.
+    """
     port = port or free_ports()
+    config = config or tiny()
     command = ["scripts/serve", "--config", str(config), "--port", str(port), "--detach", *options]
     try:
         # It has deadlines of its own: `startupTimeout`, and five minutes for its first completion.
@@ -143,20 +152,6 @@ def worker(state: Path) -> psutil.Process:
     found = workers(state)
     assert found, "There is no worker."
     return found[0]
-
-
-def tiny_config(directory: Path, **changes: Any) -> Path:
-    """A copy of config/tiny.yaml with these values changed; dicts are merged."""
-
-    def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        return document | {
-            key: merged(document.get(key) or {}, value) if isinstance(value, dict) else value
-            for key, value in changes.items()
-        }
-
-    config = directory / "tiny.yaml"
-    config.write_text(yaml.safe_dump(merged(yaml.safe_load(TINY.read_text()), changes)))
-    return config
 
 
 def seconds_until(condition: Callable[[], bool], what: str) -> float:

@@ -206,11 +206,11 @@ def _accepts(balancer: Balancer) -> bool:
     return True
 
 
-@pytest.mark.parametrize("key", ["sk-of-somebody", KEY.upper(), KEY + "s", KEY.replace(".", "x")])
-def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer, key: str) -> None:
-    with pytest.raises(openai.AuthenticationError) as refusal:
-        balancer.client(key=key).models.list()
-    assert refusal.value.code == "invalid_api_key"
+def test_a_wrong_key_is_openais_authentication_error(balancer: Balancer) -> None:
+    for key in ("sk-of-somebody", KEY.upper(), KEY + "s", KEY.replace(".", "x")):
+        with pytest.raises(openai.AuthenticationError) as refusal:
+            balancer.client(key=key).models.list()
+        assert refusal.value.code == "invalid_api_key"
 
 
 def test_a_body_that_is_too_large_is_openais_413_error(balancer: Balancer) -> None:

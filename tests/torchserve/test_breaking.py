@@ -27,12 +27,12 @@ from server import (
     running,
     seconds_until,
     stop,
-    tiny_config,
     until,
     worker,
     workers,
 )
 from streams import GREEDY, LONG, LOST_AFTER_SECONDS, begin_streams, is_serving, read, sequences
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 

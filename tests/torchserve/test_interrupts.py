@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from server import PATIENCE_SECONDS, PROJECT, TINY, Server, free_ports, processes
+from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, processes, tiny
 
 pytestmark = pytest.mark.server
 
 # `scripts/serve`, with signals to itself before the first call that has these words in its arguments returns.
 PROGRAM = """
-import os, signal, sys
-from specserve.cli import cli, server, torchserve_process
+import builtins, os, signal, sys
+from specserve.cli import __main__, torchserve_process
 
 words, names = sys.argv.pop(1), sys.argv.pop(1)
 
@@ -28,9 +28,8 @@ def interrupting(call):
     return interrupted
 
 torchserve_process.subprocess.Popen = interrupting(torchserve_process.subprocess.Popen)
-torchserve_process.start = interrupting(torchserve_process.start)
-cli.say = interrupting(cli.say)
-cli.run(server.main)
+builtins.print = interrupting(print)
+__main__.run()
 """
 
 
@@ -38,16 +37,20 @@ cli.run(server.main)
     ("words", "signals", "code"),
     [
         pytest.param("ts.model_server", "SIGINT", 130, id="TorchServe's process exists"),
-        pytest.param("State", "SIGINT", 130, id="it is recorded"),
         pytest.param("Ctrl-C stops", "SIGHUP SIGTERM SIGINT", 0, id="the terminal is closed"),
     ],
 )
 def test_an_interrupted_start_leaves_no_process(words: str, signals: str, code: int) -> None:
     server = Server(free_ports())
-    command = [sys.executable, "-c", PROGRAM, words, signals, "--config", str(TINY), "--port", str(server.port)]
+    options = ["--config", str(tiny()), "--port", str(server.port)]
     try:
         outcome = subprocess.run(
-            command, cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+            [sys.executable, "-c", PROGRAM, words, signals, "serve", *options],
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
         )
         assert outcome.returncode == code, outcome.stderr
         assert not processes(server.state)

@@ -20,8 +20,9 @@ import psutil
 import pytest
 import requests
 
-from server import PATIENCE_SECONDS, PROJECT, free_ports, tiny_config, until
+from server import PATIENCE_SECONDS, PROJECT, free_ports, tiny, until
 from specserve.cli.torchserve_process import java_home
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
@@ -94,9 +95,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if archive.exists():
         shutil.copy2(archive, backup)
     try:
-        subprocess.run(
-            ["scripts/archive", "--config", "config/tiny.yaml"], cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS
-        )
+        subprocess.run(["scripts/archive", "--config", str(tiny())], cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS)
         yield
     finally:
         archive.unlink(missing_ok=True)

@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from server import TINY, Server, running
+from server import Server, running
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
@@ -22,10 +23,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with config/tiny.yaml for another family."""
-    config = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    config.write_text(TINY.read_text().replace("qwen2", family))
-    with running(config=config) as server:
+    with running(config=tiny_config(tmp_path_factory.mktemp("config"), family)) as server:
         yield server
 
 

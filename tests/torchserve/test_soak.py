@@ -19,8 +19,9 @@ import psutil
 import pytest
 import requests
 
-from server import Server, running, tiny_config, until, worker
+from server import Server, running, until, worker
 from streams import is_serving
+from tiny_config import tiny_config
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import yaml
 
-from specserve.config import HandlerConfig, load_yaml
+from specserve.cli import paths
+from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig, load_yaml
 from specserve.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-HANDLER = """
+YAML = """
+continuousBatching: true
 handler:
   model_id: m
   target: {path: m.gguf}
 """
 
 
-def read(directory: Path, lines: str) -> HandlerConfig:
+def read(directory: Path, lines: str, keys: str = YAML) -> HandlerConfig:
     """The configuration that these lines below `handler:` make."""
     file = directory / "model.yaml"
-    file.write_text(HANDLER + lines, encoding="utf-8")
+    file.write_text(keys + lines, encoding="utf-8")
     return load_yaml(file)[1]
 
 
@@ -32,34 +32,46 @@ def test_off_needs_no_quotes(tmp_path: Path) -> None:
     assert (handler.kernels, handler.speculation.mode) == ("off", "off")
 
 
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ("  sequnces: 4\n", "`handler.sequnces`: there is no such key: did you mean `sequences`?"),
+def test_what_is_wrong_is_said_in_a_sentence_that_names_the_file_and_the_key(tmp_path: Path) -> None:
+    for lines, sentence in (
+        ("  sequnces: 4\n", "`handler.sequnces`: there is no such key. Did you mean `sequences`?"),
         ("  zzz: 4\n", "`handler.zzz`: there is no such key."),
-        ("  speculation: {modus: off}\n", "`handler.speculation.modus`: there is no such key: did you mean `mode`?"),
+        ("  speculation: {modus: off}\n", "`handler.speculation.modus`: there is no such key. Did you mean `mode`?"),
         ("  speculation: {mode: on}\n", "`handler.speculation.mode`: Input should be 'auto', 'fixed' or 'off'."),
-        (
-            "  context_length: 4096\n  cache_tokens: 1024\n",
-            "`handler`: `cache_tokens` may not be less than `context_length`.",
-        ),
-        (
-            "  keep_prefixes: false\n  prefix_cache_mib: 64\n",
-            "`handler`: without `keep_prefixes` there is nothing that `prefix_cache_mib` could keep.",
-        ),
-        (
-            "  draft: {file: d.gguf, sources: [{hbu: a, file: b}]}\n",
-            "`handler.draft.sources.0.hub`: Field required.",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence_that_names_the_file_and_the_key(
-    tmp_path: Path, lines: str, sentence: str
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        read(tmp_path, lines)
-    assert str(refusal.value) == f"{tmp_path / 'model.yaml'}: {sentence}"
+        ("  speculation: {gamma: 9, max_gamma: 8}\n", "`handler.speculation`: `gamma` may not be larger than"),
+        ("  context_length: 4096\n  cache_tokens: 1024\n", "`handler`: `cache_tokens` may not be less than"),
+        ("  draft: {sha256: 12}\n", "`handler.draft.sha256`: "),
+        ("  draft: {}\n", "`handler.draft`: give either `path` (a GGUF file) or `hub`"),
+        ("  draft: {hub: weights.gguf}\n", "`handler.draft.hub`: String should match pattern"),
+        ("maxWorkers: 2\n", "`maxWorkers`: Input should be 0 or 1."),
+        ("startupTimeout: 10m\n", "`startupTimeout`: Input should be a valid integer."),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            read(tmp_path, lines)
+        assert str(refusal.value).startswith(f"{tmp_path / 'model.yaml'}: {sentence}")
+    for keys, sentence in (
+        (YAML.replace("continuousBatching: true", ""), "`continuousBatching`: Field required."),
+        (YAML.replace("true", "false"), "`continuousBatching`: Input should be True."),
+        ("continuousBatching: true", "there is no `handler:` section; config/smollm2-135m.yaml is a short example."),
+        ("handler", "is not a mapping of keys"),
+        ("a: b: c", "is not valid YAML"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            read(tmp_path, "", keys)
+        assert str(refusal.value).startswith(f"{tmp_path / 'model.yaml'}: {sentence}")
 
 
-def test_without_prefixes_a_store_of_none_may_be_said(tmp_path: Path) -> None:
-    assert read(tmp_path, "  keep_prefixes: false\n  prefix_cache_mib: 0\n").prefix_cache_mib == 0
+def test_the_projects_configurations_can_be_served_and_have_no_control_group() -> None:
+    """With a control group some answers would be slower than they have to be."""
+    for path in paths.CONFIG.glob("*.yaml"):
+        document, handler = load_yaml(path)
+        assert document["batchSize"] > handler.sequences
+        assert document["maxBatchDelay"] == 1
+        assert handler.speculation.holdback == 0
+
+
+def test_the_default_configuration_names_every_key() -> None:
+    lines = {line.strip("# ").partition(":")[0] for line in paths.DEFAULT_CONFIG.read_text().splitlines()}
+    keys = {key for section in (HandlerConfig, ModelConfig, SpeculationConfig) for key in section.model_fields}
+    assert keys - lines == set()
+    assert yaml.safe_load(paths.DEFAULT_CONFIG.read_text())["handler"].keys() < keys

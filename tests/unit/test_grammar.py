@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constraints import Pieces
-from specserve.cli.tiny_models import ARCHITECTURES, write_tiny
+from tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar import compiler as compiler_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
+from tiny_models import ARCHITECTURES, write_tiny
 
 PERSON = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -40,6 +40,5 @@ def test_none_are_kept_without_memory_or_where_no_prefixes_are_kept_or_saved(
     with caplog.at_level("INFO"):
         open_store(config(), models())
         open_store(config(prefix_cache_mib=0), models())
-        open_store(config(keep_prefixes=False), models())
         open_store(config(prefix_cache_mib=64), models(token_bytes=None))
     assert not caplog.text

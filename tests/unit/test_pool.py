@@ -100,16 +100,3 @@ def test_in_8_bits_more_tokens_fit() -> None:
 def test_a_cache_smaller_than_a_sequence_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"my\.yaml: .*`cache_tokens` may not be less than `context_length`"):
         config(context_length=4096, cache_tokens=2048)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"idle_tokens": 0}, r"`handler\.idle_tokens`: delete this key: .*`keep_prefixes: false`\."),
-        ({"prefix_cache_directory": "/p"}, r"`handler\.prefix_cache_directory`: delete this key: .* in memory only\."),
-        ({"speculation": {"history_file": "/h"}}, r"`handler\.speculation\.history_file`: delete this key: "),
-    ],
-)
-def test_a_key_of_earlier_versions_is_a_sentence_that_says_what_to_do(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(**options)

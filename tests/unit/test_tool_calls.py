@@ -17,7 +17,6 @@ from constraints import BYTES, Pieces
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
-from specserve.cli.tiny_models import write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar import compiler as compiler_module
@@ -25,6 +24,7 @@ from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from tiny_models import write_tiny
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {

@@ -147,7 +147,6 @@ class Routes:
                 "mode": limits.mode,
                 "gamma": limits.gamma,
                 "max_gamma": limits.max_gamma,
-                "window": limits.window,
                 "context_length": config.context_length,
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
                 "cache_tokens": config.cache_tokens,

@@ -1,61 +1,114 @@
-"""The command `specserve`, which the commands in `scripts/` run too: calls the tool of a verb."""
+"""The command `specserve`; `scripts/VERB` runs `specserve VERB`."""
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import pkgutil
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
+from pathlib import Path
 from typing import NoReturn
 
 from specserve import __version__
-from specserve.cli import cli, paths
-from specserve.errors import ConfigError, EnvironmentFailure
+from specserve.cli import paths
+from specserve.errors import ConfigError, EnvironmentFailure, SpecserveError
+
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line, as every other error is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message}; `{self.prog} --help` lists what it takes.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs; `run` of its result names the function that runs one."""
+    specserve = _Parser(prog="specserve", description="Serve GGUF models on CPUs with speculative decoding.")
+    specserve.add_argument("--version", action="version", version=f"specserve {__version__}")
+    verbs = specserve.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, function: str, sentence: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, prog=f"scripts/{name}", help=sentence, description=sentence)
+        added.set_defaults(run=f"specserve.cli.{function}")
+        return added
+
+    def add_config(verb: argparse.ArgumentParser) -> None:
+        default = paths.DEFAULT_CONFIG
+        text = f"a model YAML (default: {default.relative_to(paths.PROJECT)})"
+        verb.add_argument("--config", type=Path, default=default, metavar="FILE", help=text)
+
+    def add_port(verb: argparse.ArgumentParser) -> None:
+        verb.add_argument("--port", type=int, default=8080, help="the first of five ports (default: 8080)")
+
+    serve = verb("serve", "server:run", "Build the archive of a configuration and start TorchServe on it.")
+    add_config(serve)
+    add_port(serve)
+    serve.add_argument("--detach", action="store_true", help="return when the server is ready")
+    serve.add_argument("--no-auth", action="store_true", help="ask for no token")
+
+    chat = verb("chat", "chat:run", "Chat with a running server: who wrote each token, and what speculation gains.")
+    add_port(chat)
+    chat.add_argument("--host", default="127.0.0.1", help="the server's address (default: 127.0.0.1)")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
+
+    add_port(verb("stop", "torchserve_process:run", "Stop a running server."))
+
+    fetch = verb("fetch_models", "models:run_fetch", "Download the model files of a configuration.")
+    prepare = verb("prepare", "models:run_prepare", "Download and requantise the models of a configuration.")
+    for command in (fetch, prepare):
+        command.add_argument("config", type=Path, metavar="FILE", help="a model YAML, such as config/smollm2-135m.yaml")
+
+    archive = verb("archive", "archive:run", "Write a .mar with the handler and the model YAML, without the weights.")
+    add_config(archive)
+    archive.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
+    archive.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
+
+    doctor = verb("doctor", "doctor:run", "Check the machine, the build and the models, and say what to change.")
+    add_config(doctor)
+    add_port(doctor)
+    doctor.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
+
+    report = verb("report", "report:run", "Summarise traces: acceptance by prompt family and by draft length.")
+    report.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="files that a server's `trace` wrote")
+    report.add_argument("-o", "--out", type=Path, metavar="FILE.html", help="write the tables into a page, too")
+    return specserve
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Call the tool of a verb with the arguments after it; returns its exit code.
-
-    Raises:
-        ConfigError: there is no such verb, or its arguments or its configuration are wrong.
-        EnvironmentFailure: the project or a package is not there, or the tool has failed.
-        ModelLoadError: a model cannot be used.
-    """
-    verb, *rest = arguments or ["--help"]
-    if verb in {"-h", "--help"}:
-        cli.say(overview())
-        return 0
-    if verb == "--version":
-        cli.say(f"specserve {__version__}")
-        return 0
-    if verb not in cli.VERBS:
-        raise ConfigError(f"there is no command {verb!r}; `specserve --help` lists them.")
-    # config/, the handler's entry point and the server's state are in the project and not in the package.
-    if not paths.DEFAULT_CONFIG.is_file():
-        raise EnvironmentFailure(
-            f"{paths.PROJECT} is no clone of specserve's repository, whose files the commands need; "
-            "make one, and install it with `pip install --editable`."
-        )
+    """Run a verb and return its exit code; an error is one line on stderr."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # What the locale cannot spell is a question mark.
+            stream.reconfigure(errors="replace")
     try:
-        tool = importlib.import_module(f"specserve.cli.{cli.VERBS[verb].module}")
+        options = parser().parse_args(arguments)
+        # Imported only now: a verb may need packages that others do not.
+        return int(pkgutil.resolve_name(options.run)(options))
+    except SpecserveError as error:
+        sentence, code = str(error), error.exit_code
     except ModuleNotFoundError as error:
-        raise EnvironmentFailure(
-            f"{verb} needs the package {error.name}, which {sys.executable} does not have; "
-            f"{paths.PROJECT}/scripts/{verb} installs what it needs."
-        ) from error
-    return int(tool.main(rest))
-
-
-def overview() -> str:
-    """Return the usage, with a line for each verb."""
-    width = max(map(len, cli.VERBS))
-    verbs = (f"  {name:{width}}  {verb.sentence}" for name, verb in cli.VERBS.items())
-    usage = "usage: specserve [--help | --version] VERB [ARGUMENT ...]"
-    return "\n".join([usage, "", *verbs, "", "`specserve VERB --help` lists what a verb takes."])
+        sentence = f"{sys.executable} does not have the package {error.name}; the commands in scripts/ install it."
+        code = EnvironmentFailure.exit_code
+    except OSError as error:
+        sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
+        code = EnvironmentFailure.exit_code
+    except KeyboardInterrupt:
+        sentence, code = "interrupted.", INTERRUPTED
+    print(f"specserve: {sentence}", file=sys.stderr)
+    return code
 
 
 def run() -> NoReturn:
     """Run the command line of this process."""
-    cli.run(main)
+    sys.exit(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

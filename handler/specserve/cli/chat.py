@@ -6,7 +6,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import requests
@@ -16,7 +17,6 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specserve.cli import cli
 from specserve.cli.server import base_url, session
 from specserve.cli.torchserve_process import State
 from specserve.errors import ConfigError, EnvironmentFailure, RequestError
@@ -149,9 +149,7 @@ class Chat:
                 if "error" in event:
                     raise RequestError(event["error"]["message"])
                 yield event
-        raise EnvironmentFailure(
-            f"the server ended in the middle of an answer; start it again with {cli.command('serve')}."
-        )
+        raise EnvironmentFailure("the server ended in the middle of an answer; start it again with scripts/serve.")
 
     @contextlib.contextmanager
     def _answered(self, method: str, route: str, **options: Any) -> Iterator[requests.Response]:
@@ -162,7 +160,7 @@ class Chat:
                     raise RequestError(_reason(answer))
                 yield answer
         except requests.RequestException as error:
-            advice = f"start a server with {cli.command('serve')}, or name the port of another one with --port"
+            advice = "start a server with scripts/serve, or name the port of another one with --port"
             raise EnvironmentFailure(f"nothing answers at {self._url}; {advice}.") from error
 
 
@@ -175,19 +173,14 @@ def _reason(answer: requests.Response) -> str:
         return f"status {answer.status_code}."
 
 
-def main(arguments: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Chat until the input ends."""
-    parser = cli.Parser("chat")
-    parser.add_argument("--port", type=int, default=8080, help="the first of its five ports (default: 8080)")
-    parser.add_argument("--host", default="127.0.0.1", help="its address (default: 127.0.0.1)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
-    options = parser.parse_args(arguments)
     if options.max_tokens is not None and options.max_tokens < 1:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1.")
     console = Console(highlight=False)
     # Greedy, so that both answers of /compare are the same text.
     fields = {"max_tokens": options.max_tokens, "temperature": 0}
-    chat = Chat(State.of(options.port), options.host, fields, console)
+    chat = Chat(State(options.port), options.host, fields, console)
     greeting = chat.greeting()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

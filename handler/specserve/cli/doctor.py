@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -18,10 +19,10 @@ import psutil
 from rich.console import Console
 
 import specserve
-from specserve.cli import cli, files, torchserve_process
+from specserve.cli import files, torchserve_process
 from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
-from specserve.config import HandlerConfig, load_yaml, processor
+from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.invariance import Invariance, probe
 from specserve.engine.kv_cache import KVCache
@@ -51,8 +52,6 @@ _FASTER = 1.05
 _MEMORY_FACTOR = 1.5
 # Share of a target's step above which a draft's step hardly pays.
 _MAX_DRAFT_SHARE = 0.5
-# Vector instructions for products of 8-bit integers, fastest first.
-_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "i8mm", "asimddp", "neon")
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "torchserve")
 
 
@@ -85,22 +84,20 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
     yield check_software()
     yield check_port(state)
     yield check_kernels(handler.kernels, threads)
-    yield check_files(prepared)
     with ExitStack() as stack:
         model, target = stack.enter_context(_loaded(prepared.target, threads))
         invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
         target_cost = PassCosts(measure(target))
+        yield check_threads(model, threads)
         if prepared.draft is None:
             yield check_costs(target_cost, None)
-            yield check_threads(model, threads)
             return
         draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
         check_same_vocabulary(model, draft_model)
         yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
         draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
-        yield check_threads(model, threads)
         drafting = DraftModel(
             KVCache(draft),
             draft_cost,
@@ -118,35 +115,30 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
 
 def check_machine(threads: int, prepared: Prepared) -> Finding:
     """Compare the threads with the cores, and the weights with the free memory."""
-    lines = processor().splitlines()
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    best = next((name for name in _INSTRUCTIONS if name in flags), "none known")
-    needed = sum(path.stat().st_size for path in (prepared.target, prepared.draft) if path)
-    free = psutil.virtual_memory().available
-    cores = usable_cores().threads
-    facts = {"cores": cores, "threads": threads, "instructions": best, "available_bytes": free}
-    found = f"{cores} cores may be used, {threads} threads compute, with {best}"
+    needed = sum(path.stat().st_size for path in prepared if path)
+    free, cores = psutil.virtual_memory().available, usable_cores().threads
+    found = f"{cores} cores may be used, {threads} threads compute; {free / 1e6:,.0f} MB of memory are free"
+    facts = {"cores": cores, "threads": threads, "available_bytes": free}
     if threads > cores:
         return Finding("machine", f"{found}: set `threads` to {cores} or leave it out.", False, facts)
     if free < _MEMORY_FACTOR * needed:
-        memory = f"{files.megabytes(free)} of memory are free and the weights take {files.megabytes(needed)}"
-        return Finding("machine", f"{found}; {memory}: free some, or choose smaller models.", False, facts)
-    return Finding("machine", f"{found}; {files.megabytes(free)} of memory are free.", facts=facts)
+        advice = f"the weights take {needed / 1e6:,.0f} MB: free some, or choose smaller models"
+        return Finding("machine", f"{found}; {advice}.", False, facts)
+    return Finding("machine", f"{found}.", facts=facts)
 
 
 def check_software() -> Finding:
-    """Tell the versions that are installed, and which Java TorchServe would run on."""
-    home = torchserve_process.java_home()
-    java = str(shutil.which("java") if home is None else Path(home) / "bin" / "java")
-    java_version = torchserve_process.java_version(java)
+    """Tell the versions that are installed, and whether the Java that TorchServe needs runs."""
     facts: dict[str, Any] = {"specserve": specserve.__version__, "python": platform.python_version()}
     facts |= {name: version(name) for name in _PACKAGES}
     shown = ", ".join(f"{name} {installed}" for name, installed in facts.items())
-    facts |= {"java": java, "java_version": java_version}
-    if java_version is None:
-        advice = f"{java} does not run: set JAVA_HOME to a Java of 17 or later"
+    java = Path(torchserve_process.java_home()) / "bin" / "java"
+    try:
+        subprocess.run([java, "-version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        advice = f"{java} does not run: set JAVA_HOME to a Java of 17 or later, or unset it"
         return Finding("software", f"{shown}; {advice}.", False, facts)
-    return Finding("software", f"{shown}, Java {java_version} ({java}).", facts=facts)
+    return Finding("software", f"{shown}, Java in {java}.", facts=facts)
 
 
 def check_port(state: State) -> Finding:
@@ -175,20 +167,11 @@ def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
     )
 
 
-def check_files(prepared: Prepared) -> Finding:
-    """Tell the names and checksums of the models."""
-    roles = {"target": prepared.target, "draft": prepared.draft}
-    hashed = {role: files.hashed(path) for role, path in roles.items() if path}
-    facts = {role: {"file": str(file.path), "sha256": file.sha256} for role, file in hashed.items()}
-    shown = ", ".join(f"{role} {file.path.name} ({file.sha256[:12]})" for role, file in hashed.items())
-    return Finding("models", f"{shown}.", facts=facts)
-
-
 def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     """Compare passes of several rows, and the draft's passes, with a step of the target."""
     step = target.seconds(1, KV_LEN)
-    curve = {rows: target.seconds(rows, KV_LEN) / step for rows in target.table.rows}
-    facts: dict[str, Any] = {"target_ms": 1000 * step, "v": {rows: round(v, 2) for rows, v in curve.items()}}
+    curve = {rows: round(target.seconds(rows, KV_LEN) / step, 2) for rows in target.table.rows}
+    facts: dict[str, Any] = {"target_ms": 1000 * step, "v": curve}
     shown = ", ".join(f"{rows}: {curve[rows]:.1f}" for rows in (4, 8, 16) if rows in curve)
     sentence = f"A step of the target takes {1000 * step:.0f} ms; more rows at once cost, in steps: {shown}"
     if draft is None:
@@ -203,15 +186,14 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
 
 def check_threads(model: LlamaModel, threads: int) -> Finding:
     """Compare the speed of other numbers of threads."""
-    seconds = {}
+    milliseconds = {}
     for count in sorted({max(1, threads // 2), threads, usable_cores().threads}):
         with closing(one_slot_engine(model, count)) as engine:
-            seconds[count] = pass_seconds(engine)
-    best = min(seconds, key=seconds.__getitem__)
-    shown = ", ".join(f"{count}: {1000 * took:.0f}" for count, took in seconds.items())
-    sentence = f"Four rows take, in milliseconds by threads, {shown}"
-    facts = {"milliseconds": {count: 1000 * took for count, took in seconds.items()}}
-    if seconds[threads] > _FASTER * seconds[best]:
+            milliseconds[count] = 1000 * pass_seconds(engine)
+    best = min(milliseconds, key=milliseconds.__getitem__)
+    shown = ", ".join(f"{count}: {took:.0f}" for count, took in milliseconds.items())
+    sentence, facts = f"Four rows take, in milliseconds by threads, {shown}", {"milliseconds": milliseconds}
+    if milliseconds[threads] > _FASTER * milliseconds[best]:
         return Finding("threads", f"{sentence}: set `threads: {best}`.", False, facts)
     return Finding("threads", f"{sentence}; {threads} is right.", facts=facts)
 
@@ -270,26 +252,24 @@ def one_slot_engine(model: LlamaModel, threads: int) -> LlamaEngine:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def run(options: Namespace) -> int:
     """Print all findings; return 1 if something should be done."""
-    parser = cli.Parser("doctor")
-    parser.add_config()
-    parser.add_argument("--port", type=int, default=8080, help="the first of the server's five ports (default: 8080)")
-    parser.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
-    options = parser.parse_args(arguments)
-    state = State.of(options.port)
     _, handler = load_yaml(options.config)
     findings = []
     # With --json, stdout is for the JSON object only.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
-    with Console(stderr=True).status("looking; this takes a minute or two") as status:
-        for finding in examine(handler, prepared, state):
+    with Console(stderr=True).status("looking; this takes a minute or two"):
+        for finding in examine(handler, prepared, State(options.port)):
             findings.append(finding)
-            status.update(f"{finding.topic} is done")
             if not options.json:
-                cli.say(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}")
+                print(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}", flush=True)
     if options.json:
-        report = {"config": str(options.config), "findings": [asdict(finding) for finding in findings]}
-        cli.say(json.dumps(report, indent=1))
+        models = {str(path): files.sha256(path) for path in prepared if path}
+        report = {
+            "config": str(options.config),
+            "models": models,
+            "findings": [asdict(finding) for finding in findings],
+        }
+        print(json.dumps(report, indent=1), flush=True)
     return 0 if all(finding.well for finding in findings) else 1

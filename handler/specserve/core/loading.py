@@ -36,6 +36,13 @@ logger = logging.getLogger(__name__)
 _MAX_LOGITS = 64
 # The most alternatives to drafts in a pass of the target (speculation/alternatives.py): on no machine seen more pay.
 _MAX_ALTERNATIVES = 8
+# The most prompt tokens in a round.
+PREFILL_ROWS = 64
+# Tokens before the end of a sequence that the draft model reads when it joins one; fewer in a long one.
+_DRAFT_WINDOW = 128
+# The most seconds that the grammar masks of a request may take; one of a real schema takes 0.1 to 1 ms
+# (benchmarks/schemas.py).
+_GRAMMAR_SECONDS = 10.0
 # The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
 # pay at all.
 _HIGH_COST_RATIO = 0.5
@@ -202,8 +209,8 @@ def _open_draft(
     draft = DraftModel(
         KVCache(engine),
         cost,
-        window=config.speculation.window,
-        max_rows=config.prefill_rows,
+        window=_DRAFT_WINDOW,
+        max_rows=PREFILL_ROWS,
         vocabulary=target_model.size,
         context_length=engine.slot_length,
     )
@@ -232,7 +239,7 @@ def _go_on_without(error: ModelLoadError) -> None:
 
 def _path(model: ModelConfig) -> Path:
     if model.path is None:
-        raise ModelLoadError(f"{model.file}: the archive has no path of this file; build it with scripts/archive.")
+        raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
     return model.path
 
 
@@ -253,7 +260,7 @@ def _engine(
         context_length=config.context_length,
         n_cells=n_cells,
         threads=placement.usable.threads,
-        max_rows=config.prefill_rows + _MAX_LOGITS,
+        max_rows=PREFILL_ROWS + _MAX_LOGITS,
         max_logits=max(max_logits, config.sequences),
         head=head,
         max_alternatives=max_alternatives,
@@ -301,7 +308,7 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
     token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
-    if token_bytes is None or not mebibytes or not config.keep_prefixes:
+    if token_bytes is None or not mebibytes:
         return PrefixStore()
     max_bytes = mebibytes << 20
     logger.info("specserve: up to %d MiB of host memory keep prefixes: %d tokens", mebibytes, max_bytes // token_bytes)

@@ -14,7 +14,6 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from specserve.engine.llama_model import start_backend
 
 FILE = "libspecserve_kernels.so"
 # specserve_built_for of library.cpp.

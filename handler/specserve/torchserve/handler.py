@@ -1,26 +1,19 @@
-"""The TorchServe handler with continuous batching; only it and types.py call TorchServe.
+"""The TorchServe handler with continuous batching; only it and types.py know TorchServe.
 
-TorchServe calls `handle` again and again while requests are live. Each call has an entry per live request, with its id:
+TorchServe calls `handle` again and again while requests are live, with an entry for each:
 
-- The entry has the request's body in every call until its first reply (an empty chunk is one), which also sets the HTTP
-  status.
-- The entry's function in `context.stopping_criteria` says what a reply is: a whole response (it returns None), a chunk
-  (False) or the last chunk (True).
-- Where a call has no reply yet, it deletes the entry's id from `context.request_ids`: then nothing is sent, and the
-  entry comes again with the next call.
-- What a call raises TorchServe answers to all entries, so whatever one of them raises is kept to that one.
+- An entry holds the request's body until its first reply (an empty chunk is one), which also sets the HTTP status.
+- `context.stopping_criteria` says what each reply is: a whole response (None), a chunk (False), the last chunk (True).
+- An entry whose id is deleted from `context.request_ids` gets no reply, and comes again with the next call.
+- An exception would become the answer to all entries, so whatever one of them raises is contained.
 
-Four threads share the work:
-
-- TorchServe's thread runs `handle`: it owns the responses, and replies.
-- The engine thread runs rounds, in slices of some milliseconds (engine_loop.py). During a slice it owns the scheduler,
-  all generations that were submitted, both models, the metrics and the trace; between slices TorchServe's thread does.
-- The parser's two threads turn bodies into responses with generations (parser.py); an error is a response, too.
-  `Parser.begin` answers routes that generate nothing, in TorchServe's thread.
+Four threads share the work. TorchServe's thread runs `handle`: it owns the responses and replies. The engine thread
+runs rounds in slices of some milliseconds (engine_loop.py); during a slice it owns the scheduler, its generations, both
+models, the metrics and the trace, and between slices TorchServe's thread does. The parser's two threads turn bodies
+into responses with generations (parser.py).
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
-replies, and starts the next one, which runs while TorchServe sends the replies; none if a new prompt is to be
-prefilled.
+replies, and starts the next one, which runs while TorchServe sends the replies.
 """
 
 from __future__ import annotations
@@ -37,11 +30,21 @@ from specserve.api.routes import Routes
 from specserve.config import HandlerConfig, parse_handler
 from specserve.core.budget import max_wait
 from specserve.core.engine_loop import EngineLoop, engine_thread
-from specserve.core.loading import Models, load_models, open_store
+from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_store
 from specserve.core.scheduler import Scheduler
 from specserve.errors import Contained, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
-from specserve.observability.metrics import Gauges, Metrics, Sample, Served
+from specserve.observability.metrics import (
+    DRAFT_MODEL,
+    LIVE,
+    OWN_KERNELS,
+    SLOTS,
+    WAITING,
+    Metric,
+    Metrics,
+    Send,
+    Served,
+)
 from specserve.observability.trace import open_traces
 from specserve.torchserve.types import (
     NO_GRPC,
@@ -58,6 +61,8 @@ from specserve.torchserve.types import (
 
 logger = logging.getLogger(__name__)
 
+# Seconds of rounds between two looks for new requests.
+_SLICE_SECONDS = 0.04
 # How long a first reply without content is held back, of a stream and of a whole response, in seconds, so that an error
 # can have an HTTP status of its own. Until then TorchServe sends the request's body with every call, so after a long
 # body the status is sent at once.
@@ -90,9 +95,9 @@ class Handler:
         config: HandlerConfig,
         load: Callable[[HandlerConfig], Models],
         served: Served,
-        send: Callable[[Sample], None] | None = None,
+        send: Send = lambda *_: None,
     ) -> None:
-        """Load the models and begin to serve; `send` is given every sample of a metric; None sends none.
+        """Load the models and begin to serve; `send` is given every sample of a metric.
 
         Raises:
             SpecserveError: a model cannot be loaded, or the trace cannot be written.
@@ -109,11 +114,10 @@ class Handler:
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
-            prefill_rows=config.prefill_rows,
-            keeps_prefixes=config.keep_prefixes,
+            prefill_rows=PREFILL_ROWS,
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             begin_masks=models.grammars.begin_round,
-            observers=[self._metrics, *open_traces(config.trace, served, models.vocabulary.piece)],
+            observers=[self._metrics, *open_traces(config.trace, served)],
             store=open_store(config, models),
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
@@ -152,12 +156,7 @@ class Handler:
                 del context.request_ids[index]
             else:
                 replies[index] = self._reply_or_fail(context, index, response)
-        try:
-            self._emit_metrics()
-        except Exception:
-            if not self._metrics_failed:
-                logger.exception("specserve: metrics cannot be sent; this is not logged again")
-            self._metrics_failed = True
+        self._emit_metrics()
         self._loop.start()
         return replies
 
@@ -216,61 +215,45 @@ class Handler:
         return ""
 
     def _reply(self, context: Context, index: int, response: Response) -> str:
-        """What this call sends to one entry.
+        """Return what this call sends to one entry.
+
+        | the response             | what is sent                                                                 |
+        | ------------------------ | ---------------------------------------------------------------------------- |
+        | with nothing to send yet | a sign of life if one is due; else an empty chunk if the status was sent     |
+        | a stream                 | its new events, as a chunk, or as the last one if it is done                 |
+        | whole, done              | the body, as a whole response, or as the last chunk if the status was sent   |
 
         An error makes a response done; before the status is sent, it turns a stream into a whole response.
-
-        | the response              | what is sent                                                              |
-        | ------------------------- | ------------------------------------------------------------------------- |
-        | a stream with new events  | these, as a chunk                                                         |
-        | a stream that is done     | the last events, as the last chunk, after an empty one if it is the first |
-        | whole, done               | the body, as a whole response; as the last chunk if the status was sent   |
-        | with nothing to send yet  | a sign of life if one is due; else an empty chunk if the status was sent  |
         """
         if response.done:
             # After an error the other choices are of no use, nor is what follows a text that is complete.
             self._cancel(context.request_ids[index], response)
-        if response.streams and (response.status_sent or not response.error):
-            return self._next_chunk(context, index, response)
-        if not response.done:
-            return self._keep_open(context, index, response, "application/json")
-        text = response.text()
-        if response.status_sent:
-            context.stopping_criteria[index] = last_chunk
-        else:
-            self._set_status(context, index, response, "application/json")
-        return text
-
-    def _keep_open(self, context: Context, index: int, response: Response, content_type: str) -> str:
-        """Send a sign of life, or an empty chunk, by which TorchServe notices that a client left; at first nothing."""
-        is_due = time.monotonic() >= response.silent_until
-        if not (is_due or response.status_sent):
-            # The entry comes again with the next call, its status still open.
-            del context.request_ids[index]
-            return ""
-        self._set_status(context, index, response, content_type)
-        context.stopping_criteria[index] = more_to_come
-        return (response.keep_alive if response.streams else _WHITE_SPACE) if is_due else ""
-
-    def _next_chunk(self, context: Context, index: int, response: Response) -> str:
-        """A stream's next events."""
+        is_first, streams = not response.status_sent, response.streams and (response.status_sent or not response.error)
         # A first chunk that is also the last one would hang the client, so an empty one comes before it.
-        is_last = response.done and response.status_sent
-        events = "" if response.done and not is_last else response.next_events()
-        if not events and not response.done:
-            return self._keep_open(context, index, response, "text/event-stream")
-        self._set_status(context, index, response, "text/event-stream")
-        context.stopping_criteria[index] = last_chunk if is_last else more_to_come
-        return events
+        ends = response.done and not (streams and is_first)
+        if streams:
+            reply = "" if response.done and is_first else response.next_events()
+        else:
+            reply = response.text() if response.done else ""
+        if not reply and not response.done:
+            if time.monotonic() >= response.silent_until:
+                reply = response.keep_alive if response.streams else _WHITE_SPACE
+            elif is_first:
+                # The entry comes again with the next call, its status still open.
+                del context.request_ids[index]
+                return ""
+        if is_first:
+            self._set_status(context, index, response, "text/event-stream" if streams else "application/json")
+        if not (is_first and ends):
+            context.stopping_criteria[index] = last_chunk if ends else more_to_come
+        return reply
 
     def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
-        """Set the status, the content type and further headers, once; TorchServe sends them with the reply."""
-        if not response.status_sent:
-            context.set_response_status(response.status, PHRASES[response.status], index)
-            context.set_response_content_type(index, content_type)
-            for name, value in response.headers.items():
-                context.set_response_header(index, name, value)
-            response.status_sent = True
+        context.set_response_status(response.status, PHRASES[response.status], index)
+        context.set_response_content_type(index, content_type)
+        for name, value in response.headers.items():
+            context.set_response_header(index, name, value)
+        response.status_sent = True
 
     def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
         if not interrupted():
@@ -278,16 +261,17 @@ class Handler:
         self._scheduler.store_prefixes(interrupted)
 
     def _emit_metrics(self) -> None:
-        self._metrics.emit(
-            Gauges(
-                self._scheduler.running,
-                self._scheduler.queued,
-                self._config.sequences,
-                self._config.cache_tokens,
-                self._models.target.pinned_cells,
-                self._models.target.n_cells - self._models.target.free_cells - self._models.target.pinned_cells,
-                own_kernels=self._models.kernels.variant is not None,
-                threads=len(self._models.placement.cores),
-                draft_model=None if self._config.draft is None else self._models.drafters.model is not None,
-            ),
-        )
+        gauges: dict[Metric, float] = {
+            LIVE: self._scheduler.running,
+            WAITING: self._scheduler.queued,
+            SLOTS: self._config.sequences,
+            OWN_KERNELS: self._models.kernels.variant is not None,
+        }
+        if self._config.draft is not None:
+            gauges[DRAFT_MODEL] = self._models.drafters.model is not None
+        try:
+            self._metrics.emit(gauges)
+        except Exception:
+            if not self._metrics_failed:
+                logger.exception("specserve: metrics cannot be sent; this is not logged again")
+            self._metrics_failed = True

@@ -10,7 +10,7 @@ from ts.metrics.metric_type_enum import MetricTypes
 
 from specserve.api.incoming import Incoming
 from specserve.errors import RequestError
-from specserve.observability.metrics import ALL, Sample
+from specserve.observability.metrics import ALL, Send
 
 StoppingCriterion = Callable[[object], bool | None]
 PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 503: "Service Unavailable"}
@@ -83,13 +83,13 @@ def receive_bodies_as_bytes() -> None:
     os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
 
 
-def sender(cache: MetricsCache) -> Callable[[Sample], None]:
-    """A function that hands samples to TorchServe, where Prometheus reads them."""
+def sender(cache: MetricsCache) -> Send:
+    """Return a function that hands samples to TorchServe, where Prometheus reads them."""
     known = {
         metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
         for metric in ALL
     }
-    return lambda sample: known[sample.metric].add_or_update(sample.value, list(sample.labels))
+    return lambda metric, labels, value: known[metric].add_or_update(value, list(labels))
 
 
 def whole_response(_reply: object) -> None:

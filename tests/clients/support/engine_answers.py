@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.cli import tiny_models as tiny
+import tiny_models as tiny
 from specserve.cli.models import prepare
 from specserve.engine import kernels
 from specserve.engine.base import Row

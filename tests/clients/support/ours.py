@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -34,8 +35,15 @@ class Ours:
     @staticmethod
     def _call(function: str, *arguments: object) -> Any:
         command = [str(PYTHON), str(SCRIPT), function]
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT / "tests" / "support")}
         outcome = subprocess.run(
-            command, cwd=PROJECT, input=json.dumps(arguments), capture_output=True, text=True, check=False
+            command,
+            cwd=PROJECT,
+            env=environment,
+            input=json.dumps(arguments),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert outcome.returncode == 0, outcome.stderr
         return json.loads(outcome.stdout)

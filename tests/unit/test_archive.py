@@ -1,0 +1,100 @@
+"""The contents of the archive that TorchServe loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.cli.archive import pack, prepared_document, prepared_handler
+from specserve.engine import kernel_library
+from specserve.errors import ConfigError
+
+DOCUMENT = {"minWorkers": 1, "handler": {"model_id": "m"}}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model YAML, beside its weights."""
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine.gguf").write_bytes(b"weights")
+    path = tmp_path / "model.yaml"
+    handler: dict[str, Any] = {
+        "model_id": "m",
+        "target": {"path": "mine.gguf"},
+        "trace": "traces",
+        "speculation": {"gamma": 2, "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]},
+    }
+    path.write_text(yaml.safe_dump({"batchSize": 12, "continuousBatching": True, "handler": handler}))
+    return path
+
+
+def test_the_archives_yaml_has_absolute_paths_and_checksums(config: Path) -> None:
+    here = config.parent
+    document = prepared_document(config)
+    assert document == {
+        "batchSize": 12,
+        "continuousBatching": True,
+        "handler": {
+            "model_id": "m",
+            "target": {"path": str(here / "mine.gguf"), "sha256": hashlib.sha256(b"weights").hexdigest()},
+            "trace": str(here / "traces"),
+            "speculation": {
+                "gamma": 2,
+                "corpus": [str(here / "docs.txt"), "/srv/docs.txt", str(Path("~/docs.txt").expanduser())],
+            },
+        },
+    }
+    assert prepared_handler(config).trace == here / "traces"
+
+
+def test_an_archive_holds_the_handler_the_package_and_the_yaml_and_is_replaced(tmp_path: Path) -> None:
+    store = tmp_path / "model_store"
+    for _ in range(2):
+        written = pack(DOCUMENT, store, "mine", "2.0")
+    assert list(store.iterdir()) == [written] == [store / "mine.mar"]
+    with zipfile.ZipFile(written) as content:
+        names = set(content.namelist())
+        assert yaml.safe_load(content.read("model.yaml")) == DOCUMENT
+        manifest = json.loads(content.read("MAR-INF/MANIFEST.json"))
+    assert {"speculative_handler.py", "torch.py", "specserve/config.py", "specserve/engine/llama.py"} < names
+    assert not [name for name in names if "/cli/" in name or "__pycache__" in name or "gguf" in name]
+    assert manifest["model"] == {
+        "modelName": "mine",
+        "modelVersion": "2.0",
+        "handler": "speculative_handler.py",
+        "configFile": "model.yaml",
+    }
+
+
+def test_a_name_or_version_that_cannot_be_part_of_a_url_is_refused(tmp_path: Path) -> None:
+    for names, sentence in ((("a b", "1.0"), "--name 'a b': may hold"), (("a", "1/0"), "--version '1/0': may hold")):
+        with pytest.raises(ConfigError, match=sentence):
+            pack(DOCUMENT, tmp_path, *names)
+
+
+def test_the_archive_alone_has_the_package_the_kernels_and_a_torch(tmp_path: Path) -> None:
+    program = (
+        "import specserve.config, torch\n"
+        "from specserve.engine import kernel_library, kernels\n"
+        "kernels.speed = lambda *_: 2.0\n"
+        "print(specserve.config.__file__, kernel_library.library_path(), kernels.use('auto').variant is not None)\n"
+        "print(isinstance(1, torch.Tensor))\n"
+        "import specserve.torchserve.handler\n"
+    )
+    worker = tmp_path / "worker"
+    with zipfile.ZipFile(pack(DOCUMENT, tmp_path)) as content:
+        content.extractall(worker)
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(worker)}, capture_output=True, text=True, check=True
+    )
+    package = worker / "specserve"
+    library = package / "engine" / kernel_library.FILE
+    assert outcome.stdout.split() == [str(package / "config.py"), str(library), "True", "False"]

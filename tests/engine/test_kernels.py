@@ -17,7 +17,6 @@ import tiny_models
 from kernel_products import BLOCK, FORMATS, SUPPORTED_VARIANTS, exact, needs_kernels, product, quantised, variants
 from planted import build_library
 from specserve.engine import kernel_trial, kernels
-from tiny_models import write_tiny
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constraints import Pieces
-from tiny_models import ARCHITECTURES, write_tiny
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar import compiler as compiler_module

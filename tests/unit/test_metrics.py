@@ -75,9 +75,9 @@ def test_round_counts_its_drafts_by_drafter_and_position_once(metrics: Recording
 
 
 def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: RecordingMetrics) -> None:
-    metrics.round(finished_step(info(), tokens=[7], position=0, seconds=(0.0, 0.2, 0.01), is_decode_round=False))
+    metrics.round(finished_step(info(), tokens=[7], position=0, seconds=(0.0, 0.2, 0.01)))
     for _ in range(20):
-        metrics.round(finished_step(info(), seconds=(0.0, 0.1, 0.01), is_decode_round=False))
+        metrics.round(finished_step(info(), seconds=(0.0, 0.1, 0.01)))
     values = metrics.emitted()
     assert values["target_seconds_total", "code"] == pytest.approx(2.2)
     assert values["emitted_tokens_total", "code", "auto"] == 1

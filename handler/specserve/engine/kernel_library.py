@@ -14,7 +14,6 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-
 FILE = "libspecserve_kernels.so"
 # specserve_built_for of library.cpp.
 _BUILT_FOR = re.compile(rb"specserve kernels for llama-cpp-python ([^\0]+)\0")
@@ -86,6 +85,9 @@ def library() -> ctypes.CDLL:
     Raises:
         Unusable: it is not for the installed llama-cpp-python, the linker refuses it, or it lacks a function.
     """
+    # Only now: scripts/serve asks for the path alone, without half a second for llama_cpp and NumPy.
+    from specserve.engine.llama_model import start_backend  # noqa: PLC0415
+
     check_version()
     start_backend()
     try:

@@ -62,6 +62,7 @@ LIVE = _metric("gauge", "live_sequences")
 WAITING = _metric("gauge", "waiting_sequences")
 SLOTS = _metric("gauge", "slots")
 OWN_KERNELS = _metric("gauge", "own_kernels")
+THREADS = _metric("gauge", "compute_threads")
 DRAFT_MODEL = _metric("gauge", "draft_model_up")
 HOLDBACK = _metric("gauge", "holdback_speedup", "bound")
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
@@ -94,9 +95,9 @@ class Metrics:
         """Count a round's time and tokens, and its drafts if it decoded."""
         info = step.sequence.info
         family = self.family(info.family)
-        self._count(DRAFT_SECONDS, step.draft_seconds, family)
-        self._count(TARGET_SECONDS, step.target_seconds, family)
-        self._count(OTHER_SECONDS, step.other_seconds, family)
+        self._count(DRAFT_SECONDS, step.seconds.draft, family)
+        self._count(TARGET_SECONDS, step.seconds.target, family)
+        self._count(OTHER_SECONDS, step.seconds.other, family)
         self._count(EMITTED, len(step.emitted), family, info.group)
         if not step.is_decode_round:
             return

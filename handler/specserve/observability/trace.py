@@ -59,7 +59,7 @@ class Trace(RotatingFileHandler):
             "drafts": step.drafted_by,
             "accepted": step.accepted,
             "tokens": len(step.emitted),
-            "seconds": [round(part, 6) for part in (step.draft_seconds, step.target_seconds, step.other_seconds)],
+            "seconds": [round(part, 6) for part in (step.seconds.draft, step.seconds.target, step.seconds.other)],
             "live": step.running,
         }
         self._write("round", step.sequence.info, step.sequence.index, fields)

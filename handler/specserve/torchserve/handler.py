@@ -39,6 +39,7 @@ from specserve.observability.metrics import (
     LIVE,
     OWN_KERNELS,
     SLOTS,
+    THREADS,
     WAITING,
     Metric,
     Metrics,
@@ -266,6 +267,7 @@ class Handler:
             WAITING: self._scheduler.queued,
             SLOTS: self._config.sequences,
             OWN_KERNELS: self._models.kernels.variant is not None,
+            THREADS: len(self._models.placement.cores),
         }
         if self._config.draft is not None:
             gauges[DRAFT_MODEL] = self._models.drafters.model is not None

@@ -46,7 +46,7 @@ inline int32_t start_of_32(const int8_t * activations, int bias) {
 }
 
 // AMD's processors fetch the weights of few rows by themselves, since they meet their lines in order; with more rows they
-// compute so long between two lines that they have to be asked, and Intel's always (benchmarks/decisions/prefetch.md).
+// compute so long between two lines that they have to be asked, and Intel's always (benchmarks/decisions/tried.md).
 constexpr int kFewRows = 2;
 constexpr int64_t kAhead = 24 << 10;  // bytes
 const bool kAsksForFewRows = __builtin_cpu_is("intel");

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from specserve.api.chat_template import chat_template_of
 from specserve.api.parse import parse_body
@@ -19,7 +18,6 @@ from specserve.core.generation import Generation
 from specserve.core.loading import load_models
 from specserve.core.prefix_store import PrefixStore
 from specserve.core.scheduler import Scheduler
-from specserve.engine import kernels
 from specserve.engine.kernels import Mode
 from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
@@ -85,9 +83,7 @@ class Pair:
 
     def __init__(self, config: HandlerConfig) -> None:
         self.config = config
-        # Whether the kernels are faster than llama.cpp's would depend on what else the machine does.
-        with mock.patch.object(kernels, "speed", return_value=2.0):
-            self.models = load_models(config)
+        self.models = load_models(config)
         self.vocabulary = self.models.vocabulary
         self.chat_template = chat_template_of(self.vocabulary)
 

@@ -45,7 +45,7 @@ def written(
     stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
 ) -> tuple[Generation, list[str]]:
     """A generation that has been given these tokens, some in each round, and the texts it released."""
-    more["stop_tokens"] = named_control_tokens(stops, VOCABULARY) | more.get("stop_tokens", {})
+    more["controls"] = named_control_tokens(stops, VOCABULARY)
     clock = {"clock": more.pop("clock")} if "clock" in more else {}
     sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
     generation = Generation(
@@ -69,18 +69,24 @@ STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
     (["two", "never"], "one two three", "one ", "two", 7),
     (["wo", "two"], "one two three", "one ", "two", 7),
     (["tw", "thr"], "one t", "one t", "", None),
-    (["<|a|>"], "one<|a|>two", "one", "<|a|>", 3),
-    (["<|a|>"], "<|a|>", "", "<|a|>", 0),
-    (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", "<|a|>", 3),
+    (["<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
+    (["<|a|>"], "<|a|>", "", "<|a|>", 1),
+    (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", "<|a|>", 4),
     # A control token that no stop string names.
     (["<|a|>"], "one<|bb|>two", "onetwo", "", None),
-    # Text before and after the control token does not matter.
-    (["\n<|a|>user"], "one\n<|a|>user two", "one\n", "\n<|a|>user", 4),
-    (["<|a|><|bb|>"], "x<|bb|><|a|>", "x", "<|a|><|bb|>", 1),
-    # Other stop strings are found across a control token, since the output shows no trace of it.
-    (["END"], "oneEN<|a|>D", "one", "END", 7),
-    # Of several the first to end.
-    (["two", "<|a|>"], "one<|a|>two", "one", "<|a|>", 3),
+    # Text before and after the control token belongs to the stop string.
+    (["\n<|a|>user"], "one\n<|a|>user two", "one", "\n<|a|>user", 9),
+    (["\n<|a|>user"], "one\n<|a|>use", "one\nuse", "", None),
+    (["\n<|a|>user"], "one\n<|a|>\n<|a|>user", "one\n", "\n<|a|>user", 11),
+    (["ab<|a|>"], "abab<|a|>", "ab", "ab<|a|>", 5),
+    (["<|a|><|bb|>"], "x<|a|><|a|><|bb|>", "x", "<|a|><|bb|>", 4),
+    (["<|a|><|bb|>"], "x<|bb|><|a|>", "x", "", None),
+    # Control tokens that a stop string does not name are none of its output, whatever others name.
+    (["END", "<|a|>x"], "oneEN<|a|>D", "one", "END", 7),
+    (["N<|a|>D", "<|bb|>x"], "oneN<|a|><|bb|>D", "one", "N<|a|>D", 7),
+    # Of several the first to end, and of these the longest.
+    (["<|a|>two", "<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
+    (["e<|a|>", "<|a|>"], "one<|a|>two", "on", "e<|a|>", 4),
 ]
 
 
@@ -100,8 +106,8 @@ def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_t
 
 
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
-    assert written(["ne", "<|bb|>"], spelled("on<|a|>d"))[1] == ["o", "", "", "nd"]
-    assert written(["ne", "<|bb|>"], spelled("on<|bb|>"))[1] == ["o", "", "n"]
+    assert written(["n<|a|>e"], spelled("on<|a|>d"))[1] == ["o", "", "", "nd"]
+    assert written(["n<|a|>e", "<|bb|>"], spelled("on<|bb|>"))[1] == ["o", "", "n"]
 
 
 def test_a_control_token_that_stops_has_no_log_probability_in_the_answer() -> None:
@@ -134,7 +140,7 @@ def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() ->
             generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
         for included, text in ((False, "a"), (True, "ab")):
-            ends: Any = {"stop_tokens": {token: ""}, "includes_stop": included}
+            ends: Any = {"stop_tokens": frozenset([token]), "includes_stop": included}
             generation, texts = written([], spelled("abc"), rounds=rounds, **ends)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
             assert generation.ended_by_eos is not included

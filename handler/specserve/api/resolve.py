@@ -92,7 +92,8 @@ def resolve(
     prediction = _prediction(request, vocabulary, config)
     text = TextParams(
         request.stops,
-        stop_tokens=named_control_tokens(request.stops, vocabulary) | dict.fromkeys(request.stop_token_ids or (), ""),
+        controls=named_control_tokens(request.stops, vocabulary),
+        stop_tokens=frozenset(request.stop_token_ids or ()),
         includes_stop=bool(request.include_stop_str_in_output),
         spells_control=request.skip_special_tokens is False,
         tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),

@@ -32,7 +32,8 @@ class TextParams:
 
     Args:
         stops: the stop strings.
-        stop_tokens: end the answer as EOS does; each with the stop string that names it, '' without one.
+        controls: the names of the control tokens that these name, by token.
+        stop_tokens: end the answer as EOS does.
         includes_stop: whether a stop string or token that ends the answer is part of its text.
         spells_control: whether the text has the names of control tokens.
         tags: the texts of control tokens that are read as text, by token.
@@ -41,7 +42,8 @@ class TextParams:
     """
 
     stops: Iterable[str] = ()
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)
+    controls: Mapping[int, str] = field(default_factory=dict)
+    stop_tokens: frozenset[int] = frozenset()
     includes_stop: bool = False
     spells_control: bool = False
     tags: Mapping[int, str] = field(default_factory=dict)
@@ -71,9 +73,7 @@ class Generation(Sequence):
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
         self.mean_logprob = -math.inf
-        # The stop string that ended it, or that names the control token which did; '' where another end came first.
-        self.stop = ""
-        self._detokenizer = Detokenizer(self.text.stops, includes_stop=self.text.includes_stop)
+        self._detokenizer = Detokenizer(self.text.stops, self.text.controls, includes_stop=self.text.includes_stop)
         self._last_text = ""
         self._deadline = math.inf
         # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
@@ -130,17 +130,17 @@ class Generation(Sequence):
         while self.finish_reason is None and len(self._spans) < self.generated:
             token = self.tokens[self.prompt_length + len(self._spans)]
             may_stop = len(self._spans) >= self.sampling.min_tokens
-            is_end = self.vocabulary.is_end_token(token)
-            is_stop = may_stop and not is_end and token in self.text.stop_tokens
-            self.stop = self.text.stop_tokens[token] if is_stop else ""
-            if is_end or (is_stop and not self.text.includes_stop):
+            is_stop = may_stop and token in self.text.stop_tokens
+            if self.vocabulary.is_end_token(token) or (is_stop and not self.text.includes_stop):
                 self._end("stop", eos=True)
                 return
             begin, piece = self._detokenizer.length, self._piece(token)
-            self._detokenizer.push(piece, may_stop=may_stop)
+            if piece:
+                self._detokenizer.push(piece, may_stop=may_stop)
+            else:
+                self._detokenizer.push_control(token, may_stop=may_stop)
             self._spans.append((begin, self._detokenizer.length))
-            self.stop = self._detokenizer.stop or self.stop
-            if self._detokenizer.stop or is_stop or self._grammar_is_complete():
+            if self.stop or is_stop or self._grammar_is_complete():
                 self._end("stop")
             elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self.clock() > self._deadline):
                 self._end("length")
@@ -166,6 +166,11 @@ class Generation(Sequence):
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.ended_by_eos = eos
         self.truncate(len(self._spans))
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended it, of several the longest; '' where another end came first."""
+        return self._detokenizer.stop
 
     @property
     def has_text(self) -> bool:

@@ -98,15 +98,16 @@ class Lane:
     drafters: Drafters
 
     def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
-        """Submit a prompt to a new scheduler, whose caches are empty."""
+        """Submit a prompt to a new scheduler, of whose caches nothing is used."""
         vocabulary = self.models.vocabulary
-        scheduler = Scheduler(self.target, self.drafters, prefill_rows=PREFILL_ROWS, keeps_prefixes=False)
+        scheduler = Scheduler(self.target, self.drafters, prefill_rows=PREFILL_ROWS)
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),
             replace(self.mode.speculation, verification="block" if temperature else "token"),
             vocabulary,
             max_tokens=task.max_tokens,
+            reuses_prefix=False,
             constraint=self.models.grammars.json_schema(task.schema) if task.schema else None,
             prediction=vocabulary.encode(task.prediction) if task.prediction else (),
         )

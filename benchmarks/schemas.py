@@ -97,7 +97,6 @@ class Sampler:
             self._models.target,
             self._models.drafters,
             prefill_rows=PREFILL_ROWS,
-            keeps_prefixes=False,
             max_wait_seconds=self._wait,
             begin_masks=self._models.grammars.begin_round,
         )
@@ -110,8 +109,15 @@ class Sampler:
 
     def _generation(self, schema: dict[str, Any], mode: dict[str, Any]) -> Generation:
         form = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
-        body = {"prompt": PROMPT, "max_tokens": self._tokens, "response_format": form, "speculation": mode, "seed": 0}
-        request = parse_body(body, CompletionRequest)
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": self._tokens,
+            "response_format": form,
+            "speculation": mode,
+            "seed": 0,
+            "cache_prompt": False,
+        }
+        request = parse_body({**body, "cache_prompt": False}, CompletionRequest)
         prompts = Tokenizer(self._models.vocabulary, self._config).completion(request)
         _, [[generation]] = resolve(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
         return generation

@@ -111,7 +111,10 @@ class Replay:
         prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
         greedy = SamplingParams(temperature=0)
         length = len(recording.answer)
-        return cls(recording, Generation(prompt, greedy, speculation, EndlessVocabulary(200), max_tokens=length), names)
+        sequence = Generation(
+            prompt, greedy, speculation, EndlessVocabulary(200), max_tokens=length, reuses_prefix=False
+        )
+        return cls(recording, sequence, names)
 
 
 class ReplayEngine:
@@ -293,7 +296,6 @@ class Simulation:
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),
             prefill_rows=64,
-            keeps_prefixes=False,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )

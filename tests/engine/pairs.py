@@ -87,15 +87,13 @@ class Pair:
         self.vocabulary = self.models.vocabulary
         self.chat_template = chat_template_of(self.vocabulary)
 
-    def scheduler(self, *, keeps_prefixes: bool = False, store: PrefixStore | None = None) -> Scheduler:
-        """A scheduler that keeps the tokens of finished sequences in the cache, or none, and in the store."""
-        return Scheduler(
-            self.models.target,
-            self.models.drafters,
-            prefill_rows=16,
-            keeps_prefixes=keeps_prefixes,
-            store=store,
-        )
+    def scheduler(self, store: PrefixStore | None = None) -> Scheduler:
+        """A scheduler whose KV caches are empty."""
+        model = self.models.drafters.model
+        for cache in (self.models.target, *([model.cache] if model else [])):
+            for slot in range(cache.n_slots):
+                cache.truncate(slot, 0)
+        return Scheduler(self.models.target, self.models.drafters, prefill_rows=16, store=store)
 
     def generation(self, prompt: str | list[int], **fields: Any) -> Generation:
         """The generation of one completion request."""

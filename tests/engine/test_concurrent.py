@@ -49,7 +49,7 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
 
 def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[Generation]:
     """Run the requests on three slots, a random number of rounds apart."""
-    scheduler = pair.scheduler(keeps_prefixes=True)
+    scheduler = pair.scheduler()
     generations = [pair.generation(**fields) for fields in requests]
     for generation in generations:
         scheduler.submit(generation)
@@ -105,7 +105,7 @@ def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
     token_bytes = crowded.models.target.token_bytes
     assert token_bytes is not None
     store = PrefixStore(token_bytes, 16 * BLOCK_TOKENS * (token_bytes + 4))
-    scheduler = crowded.scheduler(keeps_prefixes=True, store=store)
+    scheduler = crowded.scheduler(store)
     rng = random.Random(0)
     conversations: list[list[int]] = [[] for _ in range(6)]
     answers: list[tuple[list[int], dict[str, Any], list[int]]] = []

@@ -79,7 +79,7 @@ def answer_of(generation: Generation) -> tuple[object, ...]:
 @settings(max_examples=80, deadline=None)
 @given(arrivals(), st.integers(LONGEST, LONGEST + 30), st.sampled_from([2, 8]), st.booleans())
 def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
-    requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, keeps_prefixes: bool
+    requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, reuses_prefix: bool
 ) -> None:
     """Whoever arrives when: all are answered, so there is no deadlock, and no token is sampled or scored twice."""
     alone = []
@@ -88,11 +88,11 @@ def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
         generation = pair.submit(**fields)
         pair.run()
         alone.append(answer_of(generation))
-    pair = small_pair(n_cells, prefill_rows=prefill_rows, keeps_prefixes=keeps_prefixes)
+    pair = small_pair(n_cells, prefill_rows=prefill_rows)
     generations = []
     for rounds, fields in requests:
         pair.step(rounds)
-        generations.append(pair.submit(**fields))
+        generations.append(pair.submit(**fields, reuses_prefix=reuses_prefix))
     pair.run()
     assert [answer_of(generation) for generation in generations] == alone
 

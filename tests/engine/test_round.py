@@ -65,13 +65,13 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics(last: int) 
     assert stats.plain_seconds == pytest.approx(last)
 
 
-@pytest.mark.parametrize(("keeps_prefixes", "reused"), [(True, 9), (False, 0)])
-def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(keeps_prefixes: bool, reused: int) -> None:
-    pair = FakePair(blend=0.0, keeps_prefixes=keeps_prefixes)
+@pytest.mark.parametrize(("reuses_prefix", "reused"), [(True, 9), (False, 0)])
+def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft(reuses_prefix: bool, reused: int) -> None:
+    pair = FakePair(blend=0.0)
     first = pair.submit(PROMPT, gamma=8, max_tokens=9)
     pair.run()
     prompt = first.tokens[:10]
-    second = pair.submit(prompt, max_tokens=12)
+    second = pair.submit(prompt, max_tokens=12, reuses_prefix=reuses_prefix)
     pair.run()
     assert second.cached_tokens == reused
     assert second.answer == plain_greedy(prompt, 12)

@@ -19,11 +19,11 @@ SYSTEM = [7, 3, 9, 1] * 5
 class Bench:
     """A prefix cache over a fake target without a draft model."""
 
-    def __init__(self, *, n_slots: int = 2, n_cells: int = 1000, keeps_prefixes: bool = True) -> None:
+    def __init__(self, *, n_slots: int = 2, n_cells: int = 1000) -> None:
         self.target = FakeEngine(vocabulary=24, n_slots=n_slots, n_cells=n_cells)
         self.held = KVCache(self.target)
         drafters = Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=())
-        self.cache = PrefixCache(self.held, drafters, keeps_prefixes=keeps_prefixes)
+        self.cache = PrefixCache(self.held, drafters)
 
     def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
         """A sequence with a slot, after its prefill."""
@@ -135,12 +135,6 @@ def test_running_sequences_keep_their_tokens_and_what_they_share() -> None:
     bench.cache.make_room(79)
     assert bench.held.free_cells == 79
     assert (bench.held.length(running.slot), bench.held.length(finished.slot)) == (21, 0)
-
-
-def test_nothing_of_a_finished_sequence_stays_where_no_prefixes_are_kept() -> None:
-    bench = Bench(keeps_prefixes=False)
-    bench.finish(SYSTEM)
-    assert bench.held.free_cells == 1000
 
 
 def test_a_slot_stays_free_if_its_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:

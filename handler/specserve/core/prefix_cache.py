@@ -55,17 +55,13 @@ class PrefixCache:
     Args:
         target: the target's cache.
         drafters: have the draft model, whose cache has the same slots.
-        keeps_prefixes: whether free slots keep tokens at all.
         store: where texts are kept that have left the target's cache. The draft model's cache is not stored: it reads
             no more than its window anew.
     """
 
-    def __init__(
-        self, target: KVCache, drafters: Drafters, *, keeps_prefixes: bool = True, store: PrefixStore | None = None
-    ) -> None:
+    def __init__(self, target: KVCache, drafters: Drafters, store: PrefixStore | None = None) -> None:
         self._target = target
         self._drafters = drafters
-        self._keeps_prefixes = keeps_prefixes
         self._store = store or PrefixStore()
         # By slot, when its tokens were last of use to a sequence, in uses of any slot.
         self._last_used = [0] * target.n_slots
@@ -159,7 +155,8 @@ class PrefixCache:
                 missing = n_cells - self._target.free_cells
                 if missing <= 0:
                     return
-                self._evict(slot, max(0, self._target.end(slot) - max(missing, _LEAST_LOSS)))
+                self._save(slot, self._blocks_left)
+                self._truncate(slot, max(0, self._target.end(slot) - max(missing, _LEAST_LOSS)))
 
     def store(self) -> bool:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
@@ -220,7 +217,7 @@ class PrefixCache:
         )
 
     def _free(self, sequence: Sequence) -> None:
-        """Free a sequence's slot, which keeps its tokens if it may."""
+        """Free a sequence's slot, which keeps its tokens."""
         slot = sequence.slot
         self._restoring.pop(sequence, None)
         self._unstored.discard(slot)
@@ -231,17 +228,10 @@ class PrefixCache:
         self._touch(slot)
         # What followed the end of an answer is no part of its text.
         self._truncate(slot, len(sequence.tokens))
-        if not self._keeps_prefixes:
-            self._evict(slot)
 
     def _touch(self, slot: int) -> None:
         self._uses += 1
         self._last_used[slot] = self._uses
-
-    def _evict(self, slot: int, end: int = 0) -> None:
-        """Take the tokens from position `end` on from a free slot; the store keeps them."""
-        self._save(slot, self._blocks_left)
-        self._truncate(slot, end)
 
     def _save(self, slot: int, max_blocks: int) -> None:
         """Store what a slot holds and the store does not, as far as so many blocks hold it."""

@@ -43,7 +43,6 @@ class Scheduler:
         target: the target's KV cache.
         drafters: all drafters, with their controller. It knows what forward passes cost.
         prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
-        keeps_prefixes: whether the tokens of finished sequences stay cached until their room is needed.
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
             requests are running.
         begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
@@ -58,7 +57,6 @@ class Scheduler:
         drafters: Drafters,
         *,
         prefill_rows: int,
-        keeps_prefixes: bool = True,
         max_wait_seconds: float = math.inf,
         begin_masks: Callable[[float], None] | None = None,
         clock: Callable[[], float] = perf_counter,
@@ -73,7 +71,7 @@ class Scheduler:
         self._begin_masks = begin_masks
         self._clock = clock
         self._recorder = Recorder(observers)
-        self._cache = PrefixCache(target, drafters, keeps_prefixes=keeps_prefixes, store=store)
+        self._cache = PrefixCache(target, drafters, store)
         # In the order of admission: the oldest first.
         self._running: list[Generation] = []
         self._waiting = Waiting(self._running, target, self._cache, self._recorder, clock)

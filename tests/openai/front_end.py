@@ -90,7 +90,6 @@ class FrontEnd:
             placement_on(FakeMachine()),
             Kernels(None, (), "a fake engine computes"),
             config,
-            pools,
         )
         self._engine_thread = engine_thread()
         with (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fake_placement import FakeMachine, placement_on
-from specserve.core.engine_loop import EngineLoop, IdleWork, engine_thread
+from specserve.core.engine_loop import EngineLoop, engine_thread
 
 
 class FakeScheduler:
@@ -24,6 +24,8 @@ class FakeScheduler:
         self.started = threading.Event()
         self.threads: set[int] = set()
         self.faults: list[Exception] = []
+        # Parts that may be stored while no sequence is left; each is one more.
+        self.unstored, self.stored = 0, 0
 
     @property
     def busy(self) -> bool:
@@ -35,22 +37,23 @@ class FakeScheduler:
         self.threads.add(threading.get_ident())
         self.left -= 1
 
+    def check_caches(self) -> None:
+        """They are right."""
+
+    def store_prefixes(self) -> bool:
+        assert not self.busy
+        time.sleep(0.001)
+        self.threads.add(threading.get_ident())
+        self.stored += 1
+        return self.stored < self.unstored
+
     def fail_all(self, reason: Exception) -> None:
         self.faults.append(reason)
         self.left = 0
 
 
-def loop_of(
-    scheduler: Any, seconds: float = math.inf, idle_work: IdleWork = lambda _wanted: None, idle_seconds: float = 3600.0
-) -> EngineLoop:
-    return EngineLoop(
-        scheduler,
-        engine_thread(),
-        placement_on(FakeMachine()),
-        idle_work=idle_work,
-        slice_seconds=seconds,
-        idle_seconds=idle_seconds,
-    )
+def loop_of(scheduler: Any, seconds: float = math.inf) -> EngineLoop:
+    return EngineLoop(scheduler, engine_thread(), placement_on(FakeMachine()), seconds)
 
 
 def test_a_slice_has_at_least_one_round_and_ends_in_time_or_with_the_last_sequence() -> None:
@@ -117,119 +120,53 @@ def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(caplog: pyt
     assert "a round failed" in caplog.text
 
 
-class IdleTask:
-    """Idle work that goes on until it is told that the server is wanted, or for ten seconds."""
-
-    def __init__(self) -> None:
-        self.started, self.ended = threading.Event(), threading.Event()
-
-    def __call__(self, wanted: Callable[[], bool]) -> None:
-        self.started.set()
-        for _ in range(1000):
-            if wanted():
-                self.ended.set()
-                return
-            time.sleep(0.01)
-
-
-@pytest.fixture
-def idle() -> tuple[FakeScheduler, IdleTask, EngineLoop]:
-    """A server whose last sequence has ended, and that is soon idle."""
-    scheduler, task = FakeScheduler(1), IdleTask()
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler, idle_work=task, idle_seconds=0.2)
-    loop.run()
-    loop.start()
-    return scheduler, task, loop
-
-
-def test_idle_work_begins_when_no_sequence_is_left_and_ends_when_one_comes(
-    idle: tuple[FakeScheduler, IdleTask, EngineLoop],
-) -> None:
-    scheduler, task, loop = idle
-    assert task.started.wait(10)
-    assert not task.ended.is_set()
-    scheduler.left = 1
-    loop.run()
-    assert task.ended.is_set()
-    assert scheduler.left == 0
-
-
-def test_calls_without_a_sequence_neither_delay_idle_work_nor_end_it(
-    idle: tuple[FakeScheduler, IdleTask, EngineLoop],
-) -> None:
-    _, task, loop = idle
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while not task.started.is_set():
+    while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_prefixes_are_stored_once_no_sequence_is_left_until_the_next_call_or_until_all_are() -> None:
+    for unstored in (5, 10**6):
+        scheduler = FakeScheduler(1)
+        scheduler.unstored = unstored
+        scheduler.may_finish.set()
+        loop = loop_of(scheduler)
+        loop.run()
+        assert scheduler.stored == 0
         loop.start()
-        time.sleep(0.05)
-    loop.start()
-    assert not task.ended.wait(0.1)
+        wait_until(lambda scheduler=scheduler: scheduler.stored >= 5)  # type: ignore[misc]
+        assert not loop.join()
+        # The call that may bring a sequence begins after the part that was being copied.
+        scheduler.left, stored = 1, scheduler.stored
+        loop.run()
+        assert (scheduler.left, scheduler.stored) == (0, stored)
+        assert len(scheduler.threads) == 1
+        assert stored == 5 or unstored > 5
 
 
-def test_a_sequence_that_torchserve_has_abandoned_keeps_no_server_from_being_idle() -> None:
-    scheduler, task = FakeScheduler(2), IdleTask()
+def test_nothing_is_stored_between_the_slices_of_a_sequence() -> None:
+    scheduler = FakeScheduler(3)
     scheduler.may_finish.set()
-    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.2)
-    loop.join()
+    loop = loop_of(scheduler, 0)
     loop.run()
-    # No further call comes.
     loop.start()
-    assert task.started.wait(10)
-    assert scheduler.left == 0 or not task.ended.is_set()
+    loop.join()
+    assert (scheduler.left, scheduler.stored) == (1, 0)
+
+
+def test_a_failure_to_store_is_logged_and_the_next_sequence_runs(caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(FakeScheduler):
+        def store_prefixes(self) -> bool:
+            raise OSError("no memory is left")
+
+    scheduler = Faulty(0)
+    scheduler.may_finish.set()
+    loop = loop_of(scheduler)
+    loop.start()
+    loop.join()
+    assert "no memory is left" in caplog.text
     scheduler.left = 1
-    loop.join()
-    assert task.ended.wait(10)
-
-
-def test_a_call_that_may_cancel_sequences_begins_after_idle_work_has_ended() -> None:
-    def work(interrupted: Callable[[], bool]) -> None:
-        started.set()
-        while not interrupted():
-            time.sleep(0.001)
-        # The block that is being copied, or the pass that is being timed.
-        time.sleep(0.2)
-        ended.set()
-
-    started, ended = threading.Event(), threading.Event()
-    scheduler = FakeScheduler(2)
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler, 0, idle_work=work, idle_seconds=0.1)
     loop.run()
-    # The last sequence is cancelled, which leaves an idle server, too.
-    scheduler.left = 0
-    loop.start()
-    assert started.wait(10)
-    scheduler.left = 1
-    loop.join()
-    assert ended.is_set()
-
-
-def test_a_failure_of_idle_work_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    failed = threading.Event()
-
-    def fail(_interrupted: Callable[[], bool]) -> None:
-        failed.set()
-        raise OSError("the disk is gone")
-
-    scheduler = FakeScheduler(1)
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler, idle_work=fail, idle_seconds=0.0)
-    loop.run()
-    loop.start()
-    assert failed.wait(10)
-    deadline = time.monotonic() + 10
-    while "the disk is gone" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_idle_work_does_not_begin_between_slices() -> None:
-    scheduler, task = FakeScheduler(3), IdleTask()
-    scheduler.may_finish.set()
-    loop = loop_of(scheduler, 0, idle_work=task, idle_seconds=0.2)
-    loop.run()
-    loop.start()
-    loop.join()
-    assert not task.started.wait(0.5)
+    assert scheduler.left == 0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from specserve.config import CacheType, HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import REPEATS, Invariance, probe
-from specserve.engine.kernels import Kernels, Share
+from specserve.engine.kernels import Kernels
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
@@ -40,12 +43,6 @@ _MAX_ALTERNATIVES = 8
 PREFILL_ROWS = 64
 # Tokens before the end of a sequence that the draft model reads when it joins one; fewer in a long one.
 _DRAFT_WINDOW = 128
-# The most seconds that the grammar masks of a request may take; one of a real schema takes 0.1 to 1 ms
-# (benchmarks/schemas.py).
-_GRAMMAR_SECONDS = 10.0
-# The ratio of draft to target step time above which the log warns: a draft has then to be accepted every other time to
-# pay at all.
-_HIGH_COST_RATIO = 0.5
 # The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
 # and another one for all else that the machine does.
 _PREFIX_SHARE = 0.25
@@ -67,7 +64,6 @@ class Models:
     placement: Placement
     kernels: Kernels
     config: HandlerConfig
-    pools: Pools
     draft: LlamaModel | None = None
     invariance: Invariance | None = None
 
@@ -83,8 +79,10 @@ def load_models(config: HandlerConfig) -> Models:
     placement = _placement(config)
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
-    target_model = LlamaModel(_path(config.target))
-    draft_model = None if config.draft is None else _draft_model(config.draft)
+    target_model, draft_model = LlamaModel(_path(config.target)), None
+    if config.draft is not None:
+        with _or_no_draft():
+            draft_model = LlamaModel(_path(config.draft))
     if draft_model is not None:
         check_same_vocabulary(target_model, draft_model)
     config = fitted(config, target_model, draft_model, free_memory())
@@ -92,8 +90,7 @@ def load_models(config: HandlerConfig) -> Models:
     # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
-    pools = _pools(config, target_model)
-    target, drafters = open_engines(target_model, draft_model, config, placement, pools)
+    target, drafters = open_engines(target_model, draft_model, config, placement, _pools(config, target_model))
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -102,18 +99,18 @@ def load_models(config: HandlerConfig) -> Models:
         placement=placement,
         kernels=in_use,
         config=config,
-        pools=pools,
         draft=draft_model,
         invariance=_measured_invariance(target),
     )
 
 
-def _draft_model(config: ModelConfig) -> LlamaModel | None:
+@contextmanager
+def _or_no_draft() -> Iterator[None]:
+    """Serve without the draft model where it cannot be loaded."""
     try:
-        return LlamaModel(_path(config))
+        yield
     except ModelLoadError as error:
-        _go_on_without(error)
-        return None
+        logger.error("specserve: %s Serving goes on without the draft model.", error)
 
 
 def _placement(config: HandlerConfig) -> Placement:
@@ -149,22 +146,21 @@ def open_engines(
         target_model,
         config,
         placement,
-        _MAX_LOGITS,
+        context_length=config.context_length,
         n_cells=config.cache_tokens,
+        max_logits=_MAX_LOGITS,
         max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
         cache_type=config.cache_type,
     )
     target_cost = _pass_costs(target, target_model, placement)
-    draft, draft_cost = None, None
+    draft = None
     if draft_model is not None:
-        try:
-            draft, draft_cost = _open_draft(draft_model, target_model, config, placement, target_cost)
-        except ModelLoadError as error:
-            _go_on_without(error)
-        else:
-            _report_cost(draft_cost.seconds(1, 0), target_cost.seconds(1, 0))
+        with _or_no_draft():
+            draft = _open_draft(draft_model, target_model, config, placement, target_cost)
+            sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
+            logger.info(sentence, 1000 * target_cost.seconds(1, 0), 1000 * draft.cost.seconds(1, 0))
     drafters = Drafters(
-        Controller(target_cost, draft_cost),
+        Controller(target_cost, draft.cost if draft else None),
         PredictionProposer(),
         GrammarProposer(),
         LookupProposer(pools),
@@ -196,17 +192,23 @@ def _open_draft(
     config: HandlerConfig,
     placement: Placement,
     target_cost: PassCosts,
-) -> tuple[DraftModel, PassCosts]:
+) -> DraftModel:
     # The target's, which end answers; the draft's own may be others.
     head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
-    short = config.model_copy(update={"context_length": min(config.context_length, DRAFT_LENGTH)})
-    engine = _engine(draft_model, short, placement, max(_MAX_LOGITS // 2, config.sequences), head=head)
+    engine = _engine(
+        draft_model,
+        config,
+        placement,
+        context_length=min(config.context_length, DRAFT_LENGTH),
+        max_logits=max(_MAX_LOGITS // 2, config.sequences),
+        head=head,
+    )
     try:
         cost = _pass_costs(engine, draft_model, placement, target_cost)
     except ModelLoadError:
         engine.close()
         raise
-    draft = DraftModel(
+    return DraftModel(
         KVCache(engine),
         cost,
         window=_DRAFT_WINDOW,
@@ -214,7 +216,6 @@ def _open_draft(
         vocabulary=target_model.size,
         context_length=engine.slot_length,
     )
-    return draft, cost
 
 
 def _pass_costs(
@@ -233,52 +234,32 @@ def _pass_costs(
     return PassCosts(table, target=target)
 
 
-def _go_on_without(error: ModelLoadError) -> None:
-    logger.error("specserve: %s Serving goes on without the draft model.", error)
-
-
 def _path(model: ModelConfig) -> Path:
     if model.path is None:
         raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
     return model.path
 
 
-def _engine(
-    model: LlamaModel,
-    config: HandlerConfig,
-    placement: Placement,
-    max_logits: int,
-    *,
-    n_cells: int | None = None,
-    head: DraftHead | None = None,
-    max_alternatives: int = 0,
-    cache_type: CacheType = "f16",
-) -> LlamaEngine:
+def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **options: Any) -> LlamaEngine:
+    """Open an engine with these `options`, and log what specserve's kernels leave to llama.cpp's while in use."""
     engine = LlamaEngine(
         model,
         n_slots=config.sequences,
-        context_length=config.context_length,
-        n_cells=n_cells,
         threads=placement.usable.threads,
         max_rows=PREFILL_ROWS + _MAX_LOGITS,
-        max_logits=max(max_logits, config.sequences),
-        head=head,
-        max_alternatives=max_alternatives,
         pool=placement.pool,
-        cache_type=cache_type,
+        **options,
     )
-    _report_share(model, engine.computed)
-    return engine
-
-
-def _report_cost(draft: float, target: float) -> None:
-    sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
-    logger.info(sentence, 1000 * target, 1000 * draft)
-    if draft > _HIGH_COST_RATIO * target:
+    left = [part for part, ours in zip(("matrix products", "attention"), engine.computed, strict=True) if not ours]
+    if kernels.in_use().variant and left:
         logger.warning(
-            "specserve: the draft model takes more than half of the target's time, so speculation will hardly pay; "
-            "choose a smaller draft or requantise it (scripts/prepare)."
+            "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
+            "more than it could (specserve's are for weights in %s)",
+            model.path,
+            " and ".join(left),
+            ", ".join(kernels.in_use().formats),
         )
+    return engine
 
 
 def _measured_invariance(target: LlamaEngine) -> Invariance | None:
@@ -288,19 +269,6 @@ def _measured_invariance(target: LlamaEngine) -> Invariance | None:
     invariance = probe(target)
     logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
     return invariance
-
-
-def _report_share(model: LlamaModel, computed: Share) -> None:
-    """Log what specserve's kernels leave to llama.cpp's although they are in use."""
-    left = [part for part, ours in zip(("matrix products", "attention"), computed, strict=True) if not ours]
-    if kernels.in_use().variant and left:
-        logger.warning(
-            "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
-            "more than it could (specserve's are for weights in %s)",
-            model.path,
-            " and ".join(left),
-            ", ".join(kernels.in_use().formats),
-        )
 
 
 def open_store(config: HandlerConfig, models: Models) -> PrefixStore:

@@ -138,10 +138,9 @@ class Scheduler:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
         self._cache.check()
 
-    def store_prefixes(self, interrupted: Callable[[], bool]) -> None:
-        """Copy all that finished sequences have left in the target's cache to the store; for idle times."""
-        while not interrupted() and self._cache.store():
-            continue
+    def store_prefixes(self) -> bool:
+        """Copy some of what ended sequences have left in the target's cache to the store; returns if there is more."""
+        return self._cache.store()
 
     def _schedule(self) -> list[Step]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.

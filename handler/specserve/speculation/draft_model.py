@@ -53,7 +53,7 @@ class DraftModel:
         self, cache: KVCache, cost: PassCosts, *, window: int, max_rows: int, vocabulary: int, context_length: int
     ) -> None:
         self.cache = cache
-        self._cost = cost
+        self.cost = cost
         self._window = min(window, context_length // 2)
         least_rows = 2 * cache.n_slots
         self._max_rows = min(max(max_rows, least_rows), cache.engine.max_rows)
@@ -109,14 +109,14 @@ class DraftModel:
         return PassResult(
             {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
             [by_slot[step.sequence.slot] for step in steps],
-            self._cost.seconds(*self._last) / len(rows) if rows else 0.0,
+            self.cost.seconds(*self._last) / len(rows) if rows else 0.0,
         )
 
     def observe_cost(self, seconds: float) -> None:
         """Tell the cost table what the last pass, and sampling from its logits, took."""
         rows, kv_len = self._last
         if rows:
-            self._cost.observe(rows, kv_len, seconds)
+            self.cost.observe(rows, kv_len, seconds)
 
     def _begin(self, step: Step) -> None:
         """Set where a sequence is read from: after what its slot, or a copy of another one, holds of it."""

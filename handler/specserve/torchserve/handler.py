@@ -122,12 +122,7 @@ class Handler:
             store=open_store(config, models),
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
-        self._loop = EngineLoop(
-            self._scheduler,
-            thread,
-            models.placement,
-            idle_work=self._work_while_idle,
-        )
+        self._loop = EngineLoop(self._scheduler, thread, models.placement)
         self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
         self._metrics_failed = False
@@ -255,11 +250,6 @@ class Handler:
         for name, value in response.headers.items():
             context.set_response_header(index, name, value)
         response.status_sent = True
-
-    def _work_while_idle(self, interrupted: Callable[[], bool]) -> None:
-        if not interrupted():
-            self._scheduler.check_caches()
-        self._scheduler.store_prefixes(interrupted)
 
     def _emit_metrics(self) -> None:
         gauges: dict[Metric, float] = {

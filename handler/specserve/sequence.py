@@ -7,7 +7,7 @@ from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -75,10 +75,6 @@ class SpeculationParams:
     drafter: DrafterName | None = None
     mode: SpeculationMode = "fixed"
     pool: Pool | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(SpeculationMode):
-            raise ValueError(f"there is no mode {self.mode!r}")
 
 
 @dataclass(frozen=True)
@@ -303,12 +299,6 @@ class Sequence:
         """Drop what only the rounds need, such as a grammar's state of some megabytes; the tokens stay."""
         self.constraint = None
         self.prediction = ()
-
-    def truncate(self, generated: int) -> None:
-        """Drop all but the first `generated` tokens after the prompt."""
-        del self.tokens[self.prompt_length + generated :]
-        del self.scores[generated:]
-        del self.sources[generated:]
 
 
 State = TypeVar("State")

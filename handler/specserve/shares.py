@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-class Entry(NamedTuple, Generic[Key, Value]):
-    """What a client keeps under a key, and how much of the limit it takes."""
-
-    key: Key
-    value: Value
-    size: int
 
 
 class Shares(Generic[Key, Value]):
@@ -28,43 +20,42 @@ class Shares(Generic[Key, Value]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # By client, least recently used first.
-        self._entries: defaultdict[str, OrderedDict[Key, Entry[Key, Value]]] = defaultdict(OrderedDict)
+        # By client the values with their sizes, least recently used first.
+        self._entries: defaultdict[str, OrderedDict[Key, tuple[Value, int]]] = defaultdict(OrderedDict)
         self._sizes: Counter[str] = Counter()
         self.total = 0
 
     def use(self, client: str, key: Key) -> Value | None:
         """The client's value of a key, which is its most recently used one now; None without one."""
-        entry = self._entries[client].get(key) if client in self._entries else None
-        if entry is None:
+        if client not in self._entries or key not in self._entries[client]:
             return None
         self._entries[client].move_to_end(key)
-        return entry.value
+        return self._entries[client][key][0]
 
     def put(self, client: str, key: Key, value: Value, size: int = 1) -> None:
         """Keep a value as the client's most recently used one, even if that exceeds the limit."""
         self.remove(client, key)
-        self._entries[client][key] = Entry(key, value, size)
+        self._entries[client][key] = value, size
         self._sizes[client] += size
         self.total += size
 
     def remove(self, client: str, key: Key) -> None:
         """Forget a value, if there is one."""
-        entry = self._entries[client].pop(key, None)
-        if entry is not None:
-            self._sizes[client] -= entry.size
-            self.total -= entry.size
+        _, size = self._entries[client].pop(key, (None, 0))
+        self._sizes[client] -= size
+        self.total -= size
         if not self._entries[client]:
             del self._entries[client], self._sizes[client]
 
-    def next_to_go(self, client: str = "") -> tuple[str, Entry[Key, Value]] | None:
+    def next_to_go(self, client: str = "") -> tuple[str, Key, Value] | None:
         """Who loses what next: the client with the most, of several this one if it is among them; None if empty."""
         if not self._sizes:
             return None
         owner = max(self._sizes, key=lambda other: (self._sizes[other], other == client))
-        return owner, next(iter(self._entries[owner].values()))
+        key, (value, _) = next(iter(self._entries[owner].items()))
+        return owner, key, value
 
     def shrink(self, client: str) -> None:
         """Drop entries until the limit holds; of several clients with the most this one is the first to lose."""
         while self.total > self.limit and (entry := self.next_to_go(client)):
-            self.remove(entry[0], entry[1].key)
+            self.remove(*entry[:2])

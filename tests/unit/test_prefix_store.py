@@ -162,7 +162,7 @@ def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
         assert np.array_equal(joined(store.saved(owner, text.tokens, 0, 1000)), text.keys(0, length))
         keys = [key for entries in store._blocks._entries.values() for key in entries]
         assert store.stored_bytes == len(keys) * BLOCK_BYTES <= blocks * BLOCK_BYTES
-        kept = {entry.value for entries in store._blocks._entries.values() for entry in entries.values()}
+        kept = {entry[0] for entries in store._blocks._entries.values() for entry in entries.values()}
         assert all(before in kept or before in OWNERS for before, _ in keys), "a block without the one before it"
 
 

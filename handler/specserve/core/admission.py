@@ -8,7 +8,6 @@ fits alone, and one that gives way to another client has decided tokens before.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -17,11 +16,10 @@ from typing import Literal
 
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import Match, PrefixCache
-from specserve.engine.kv_cache import KVCache, worth_waiting
+from specserve.engine.kv_cache import KVCache
+from specserve.errors import Contained
 from specserve.observability.records import Recorder
 from specserve.sequence import Sequence, common_prefix
-
-logger = logging.getLogger(__name__)
 
 # Tokens of an answer that are promised at a time, so that a request which allows more is admitted before all are free:
 # clients state thousands, or nothing, and get hundreds. An answer that has used them up is promised as many again;
@@ -151,20 +149,17 @@ class Waiting:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""
         if not self._cache.free_slots:
             return "room"
-        try:
+        # It was never running, so nothing else would end it.
+        with Contained(generation.info.request, generation.fail):
             match = self._cache.find(generation)
             obstacle = self._obstacle(generation, match)
             if obstacle:
                 return obstacle
             self._cache.assign(generation, match)
-        except Exception as error:
-            # It was never running, so nothing else would end it.
-            logger.exception("specserve: a sequence cannot be started")
-            self._queue.remove(generation)
-            generation.fail(error)
+        self._queue.remove(generation)
+        if generation.error:
             self._recorder.record_end(generation.end_record(self._clock()))
             return None
-        self._queue.remove(generation)
         self._running.append(generation)
         generation.turn_start = generation.generated
         if generation.timestamps.start is None:
@@ -188,12 +183,13 @@ class Waiting:
         return "room" if needed + self._promised(self._running) > self._cache.room else None
 
     def _reads_the_same(self, other: Generation, generation: Generation, match: Match) -> bool:
-        """Whether another sequence prefills, or restores, enough of what a waiting one needs to wait for it."""
+        """Whether another sequence prefills, or restores, more than a quarter of what a waiting one needs."""
         if other.info.owner != generation.info.owner:
             return False
         # Two that restore the same prefix would share no cells.
         cached = match.shared if self._cache.is_restoring(other) else max(match.shared, match.stored)
-        return worth_waiting(generation, cached, common_prefix(other.tokens, generation.tokens, match.max_length))
+        soon = common_prefix(other.tokens, generation.tokens, match.max_length)
+        return 4 * (soon - cached) > len(generation.tokens) - cached
 
     def _promised(self, running: Iterable[Generation]) -> int:
         """Number of cells that running sequences are promised beside those that they use."""

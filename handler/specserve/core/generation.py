@@ -165,7 +165,8 @@ class Generation(Sequence):
         scores = self.scores[: len(self._spans) + eos]
         self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.ended_by_eos = eos
-        self.truncate(len(self._spans))
+        del self.tokens[self.prompt_length + len(self._spans) :], self.sources[len(self._spans) :]
+        del self.scores[len(self._spans) :]
 
     @property
     def stop(self) -> str:

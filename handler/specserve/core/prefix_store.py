@@ -133,9 +133,9 @@ class PrefixStore:
         """Evict blocks until there is room for one; False if one of the text that is being stored would have to go."""
         while self._blocks.total >= self._blocks.limit:
             next_to_go = self._blocks.next_to_go(owner[0])
-            if next_to_go is None or next_to_go[1].value in kept:
+            if next_to_go is None or next_to_go[2] in kept:
                 return False
-            self._blocks.remove(next_to_go[0], next_to_go[1].key)
+            self._blocks.remove(*next_to_go[:2])
         return True
 
 

@@ -7,7 +7,7 @@ from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -304,7 +304,7 @@ class Sequence:
 State = TypeVar("State")
 
 
-class BySequence(Generic[State]):
+class BySequence(WeakKeyDictionary[Sequence, State]):
     """What its owner knows of each sequence, until it is told to forget it or the sequence is gone.
 
     Args:
@@ -312,15 +312,15 @@ class BySequence(Generic[State]):
     """
 
     def __init__(self, make: Callable[[Sequence], State]) -> None:
+        super().__init__()
         self._make = make
-        self._entries: WeakKeyDictionary[Sequence, State] = WeakKeyDictionary()
 
     def of(self, sequence: Sequence) -> State:
         """The entry of a sequence."""
-        if (entry := self._entries.get(sequence)) is None:
-            entry = self._entries[sequence] = self._make(sequence)
-        return entry
+        if sequence not in self:
+            self[sequence] = self._make(sequence)
+        return self[sequence]
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the entry of a sequence."""
-        self._entries.pop(sequence, None)
+        self.pop(sequence, None)

@@ -92,10 +92,7 @@ class FrontEnd:
             config,
         )
         self._engine_thread = engine_thread()
-        with (
-            mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread),
-            mock.patch.object(torchserve, "_SLICE_SECONDS", time_slice_ms / 1000),
-        ):
+        with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
         self.handler._loop.slice_seconds = time_slice_ms / 1000
         self.rows: dict[str, dict[str, Any]] = {}

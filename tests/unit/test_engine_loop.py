@@ -53,7 +53,9 @@ class FakeScheduler:
 
 
 def loop_of(scheduler: Any, seconds: float = math.inf) -> EngineLoop:
-    return EngineLoop(scheduler, engine_thread(), placement_on(FakeMachine()), seconds)
+    loop = EngineLoop(scheduler, engine_thread(), placement_on(FakeMachine()))
+    loop.slice_seconds = seconds
+    return loop
 
 
 def test_a_slice_has_at_least_one_round_and_ends_in_time_or_with_the_last_sequence() -> None:

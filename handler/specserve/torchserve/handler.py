@@ -62,8 +62,6 @@ from specserve.torchserve.types import (
 
 logger = logging.getLogger(__name__)
 
-# Seconds of rounds between two looks for new requests.
-_SLICE_SECONDS = 0.04
 # How long a first reply without content is held back, of a stream and of a whole response, in seconds, so that an error
 # can have an HTTP status of its own. Until then TorchServe sends the request's body with every call, so after a long
 # body the status is sent at once.

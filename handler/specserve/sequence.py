@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -299,28 +298,3 @@ class Sequence:
         """Drop what only the rounds need, such as a grammar's state of some megabytes; the tokens stay."""
         self.constraint = None
         self.prediction = ()
-
-
-State = TypeVar("State")
-
-
-class BySequence(WeakKeyDictionary[Sequence, State]):
-    """What its owner knows of each sequence, until it is told to forget it or the sequence is gone.
-
-    Args:
-        make: the entry of a sequence that has none yet.
-    """
-
-    def __init__(self, make: Callable[[Sequence], State]) -> None:
-        super().__init__()
-        self._make = make
-
-    def of(self, sequence: Sequence) -> State:
-        """The entry of a sequence."""
-        if sequence not in self:
-            self[sequence] = self._make(sequence)
-        return self[sequence]
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the entry of a sequence."""
-        self.pop(sequence, None)

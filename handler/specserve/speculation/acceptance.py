@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import abc
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from specserve.sampling.distribution import is_greedy
 from specserve.sampling.logits import TargetDistributions
-from specserve.sequence import BySequence, Sequence
+from specserve.sequence import Sequence
 from specserve.speculation.step import Step
 
 # benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
@@ -79,7 +80,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
-        self._averages = BySequence(lambda _: [_FIRST])
+        self._averages: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
 
     @property
     def learned(self) -> dict[tuple[str, bool], list[float]]:
@@ -95,11 +96,11 @@ class Acceptance:
 
     def of_next(self, sequence: Sequence) -> float:
         """The acceptance probability of a token that the draft model has not drafted yet."""
-        return self._averages.of(sequence)[0]
+        return self._averages.get(sequence, _FIRST)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence has shown; what all have shown stays."""
-        self._averages.forget(sequence)
+        self._averages.pop(sequence, None)
 
     def learn_from(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused offers.
@@ -138,9 +139,10 @@ class Acceptance:
             by_target.learn(p.confidence(0), outcomes[0])
         elif not outcomes and not step.model_ended:
             outcomes = [by_target.probability(p.confidence(0))]
-        average = self._averages.of(step.sequence)
+        average = self.of_next(step.sequence)
         for accepted in outcomes:
-            average[0] = _FADE * average[0] + (1 - _FADE) * accepted
+            average = _FADE * average + (1 - _FADE) * accepted
+        self._averages[step.sequence] = average
 
     def _learn_alternatives(self, step: Step, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""

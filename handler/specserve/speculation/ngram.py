@@ -15,11 +15,12 @@ from array import array
 from collections import abc
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.sequence import BySequence, DrafterName, Pool, Sequence
+from specserve.sequence import DrafterName, Pool, Sequence
 from specserve.shares import Shares
 from specserve.speculation.proposers import NOTHING, Proposal, Proposer
 
@@ -235,11 +236,13 @@ class LookupProposer(Proposer):
 
     def __init__(self, pools: Pools | None = None) -> None:
         self._pools = pools or Pools(0)
-        self._own = BySequence(lambda _: NgramIndex(_IN_TEXT))
+        self._own: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
         """Of the three proposals the one that is expected to go furthest."""
-        own = self._own.of(sequence)
+        if sequence not in self._own:
+            self._own[sequence] = NgramIndex(_IN_TEXT)
+        own = self._own[sequence]
         own.extend(sequence.tokens[len(own) :])
         suffix = [*sequence.tokens[-_LONGEST:], *drafts]
         proposals = [own.propose(suffix, max_tokens, drafts)]
@@ -248,7 +251,7 @@ class LookupProposer(Proposer):
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's index, and keep what it has written."""
-        self._own.forget(sequence)
+        self._own.pop(sequence, None)
         self._pools.add(sequence.speculation.pool, sequence.prompt, sequence.answer)
 
 
@@ -294,13 +297,15 @@ class PredictionProposer(Proposer):
     name: ClassVar[DrafterName] = "prediction"
 
     def __init__(self) -> None:
-        self._aligned = BySequence(lambda sequence: _Aligned(sequence.prediction))
+        self._aligned: WeakKeyDictionary[Sequence, _Aligned] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
         """The prediction's next tokens; none while the answer is somewhere else."""
         if not sequence.prediction:
             return NOTHING
-        aligned, answered = self._aligned.of(sequence), sequence.generated
+        if sequence not in self._aligned:
+            self._aligned[sequence] = _Aligned(sequence.prediction)
+        aligned, answered = self._aligned[sequence], sequence.generated
         suffix = sequence.tokens[max(sequence.prompt_length, len(sequence.tokens) - _LONGEST) :]
         match = aligned.find(answered, suffix)
         aligned.follow(answered, match)
@@ -314,4 +319,4 @@ class PredictionProposer(Proposer):
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the index of the prediction."""
-        self._aligned.forget(sequence)
+        self._aligned.pop(sequence, None)

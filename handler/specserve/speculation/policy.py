@@ -24,9 +24,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from specserve.sampling.logits import TargetDistributions
-from specserve.sequence import BySequence, Sequence
+from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import Step
@@ -178,20 +179,20 @@ class Controller:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
         self.acceptance = Acceptance()
-        self._balances = BySequence(lambda _: Balance())
+        self._balances: WeakKeyDictionary[Sequence, Balance] = WeakKeyDictionary()
         # Lengths of the last answers: of those that follow a grammar, which are labels more often, and of others.
         self._lengths = {is_grammar: deque(_ASSUMED, _ANSWERS) for is_grammar in (True, False)}
 
     def balance(self, sequence: Sequence) -> Balance:
         """What drafts have brought and cost a sequence."""
-        return self._balances.of(sequence)
+        return self._balances.setdefault(sequence, Balance())
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence has shown that has ended, but for its length."""
         if sequence.generated:
             # One that was cut off at its limit would go on.
             self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
-        self._balances.forget(sequence)
+        self._balances.pop(sequence, None)
         self.acceptance.forget(sequence)
 
     def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from specserve.api.parser import LONG_BODY, Parser
@@ -49,7 +50,6 @@ from specserve.observability.metrics import (
 from specserve.observability.trace import open_traces
 from specserve.torchserve.types import (
     NO_GRPC,
-    PHRASES,
     Context,
     came_by_grpc,
     last_chunk,
@@ -243,7 +243,7 @@ class Handler:
         return reply
 
     def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
-        context.set_response_status(response.status, PHRASES[response.status], index)
+        context.set_response_status(response.status, HTTPStatus(response.status).phrase, index)
         context.set_response_content_type(index, content_type)
         for name, value in response.headers.items():
             context.set_response_header(index, name, value)

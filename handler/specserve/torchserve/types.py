@@ -13,7 +13,6 @@ from specserve.errors import RequestError
 from specserve.observability.metrics import ALL, Send
 
 StoppingCriterion = Callable[[object], bool | None]
-PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 503: "Service Unavailable"}
 
 # What all gRPC requests are told: TorchServe passes on neither route nor key, and ends a stream after its first chunk.
 NO_GRPC = RequestError("This server has no gRPC API: send the request as JSON by HTTP.", code="unsupported_protocol")

@@ -48,10 +48,10 @@ def own_titles(columns: Mapping[str, Column]) -> dict[str, str]:
     return {key: key for column in columns.values() for key in column}
 
 
-def source(results: Results, name: str) -> str:
-    """When and on which machine a result was measured, with a link to its file, which has the command."""
-    machine = MACHINES.get(name.rpartition("-")[2])
-    return f"[{', '.join(filter(None, (machine, results[name]['date'])))}](results/{name}.json)"
+def source(name: str) -> str:
+    """On which machine a result was measured, with a link to its file, which has date and command."""
+    model = "3B, " if "-3b-" in name else ""
+    return f"[{model}{MACHINES.get(name.rpartition('-')[2], name.replace('_', ' '))}](results/{name}.json)"
 
 
 def section(question: str, answer: str, lines: list[str], results: Results, names: Iterable[str]) -> list[str]:
@@ -60,5 +60,5 @@ def section(question: str, answer: str, lines: list[str], results: Results, name
     scripts = ", ".join(
         dict.fromkeys(f"`{Path(results[name]['command'].split()[0]).name.rstrip(';')}`" for name in names)
     )
-    sources = "; ".join(source(results, name) for name in names)
+    sources = ", ".join(map(source, names))
     return ["", f"## {question}", f"{answer} ({scripts}: {sources})", *(["", *lines] if lines else [])]

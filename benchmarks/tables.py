@@ -27,15 +27,15 @@ KINDS = {
     "long": "an answer of 1,000 tokens",
 }
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-# Of the longest gaps, those that have a row.
+# Of the longest gaps, those that are named.
 WORST = 2
 INTRODUCTION = """# Results
 
-Two cores of shared machines: AMD EPYCs of Zen 5, Zen 4 and Zen 3 (AVX2 alone) and an Intel Emerald Rapids. The pair \
+Two cores of shared AMD EPYCs (Zen 5, Zen 4, and Zen 3 with AVX2 alone) and an Intel Emerald Rapids. The pair \
 is Qwen2.5-Coder 1.5B (Q4_K_M) with its 0.5B in pure Q4_0 as the draft; "3B" is the 1.5B at the cost of Qwen2.5 3B. \
-Compare figures of one run only, in which engines and modes take turns: from run to run ratios vary by a tenth. \
-`tables.py` writes this page from the linked files, which hold the commands. See also [what each mechanism \
-buys](decisions/ledger.md) and [what was tried](decisions/tried.md)."""
+Compare within a run only: between runs ratios vary by a tenth. `tables.py` writes this page from the linked \
+files, which hold dates and commands. See [what each mechanism buys](decisions/ledger.md) and \
+[what was tried](decisions/tried.md)."""
 
 
 def span(values: Iterable[float]) -> str:
@@ -47,23 +47,24 @@ def span(values: Iterable[float]) -> str:
 def one_client(results: Results) -> list[str]:
     """Speed relative to plain decoding, by kind of text (decode.py)."""
     columns: dict[str, Column] = {}
-    spans = []
+    spans: dict[float, list[str]] = {}
     names = on_machines(results, "decode", "decode-3b")
     for name, machine in names.items():
-        model = "3B" if "-3b-" in name else "1.5B"
+        model = "3B, " if "-3b-" in name else ""
         rows = [row for row in results[name]["rows"] if row["mode"] == "adaptive"]
         for row in rows:
-            temperature = f"at {row['temperature']}" if row["temperature"] else "greedy"
-            text = f"{row['ratio_with_prefill']:.2f}"
-            if "least_with_prefill" in row:
-                text += f" ({row['least_with_prefill']:.2f})"
-            if model == "1.5B":
-                columns.setdefault(f"{machine}, {temperature}", {})[row["family"]] = text
-        greedy = span(row["ratio_with_prefill"] for row in rows if not row["temperature"])
-        spans.append(f"{greedy} ({model}, {machine})")
+            if not row["temperature"] and not model:
+                text = f"{row['ratio_with_prefill']:.2f}"
+                if "least_with_prefill" in row:
+                    text += f" ({row['least_with_prefill']:.2f})"
+                columns.setdefault(machine, {})[row["family"]] = text
+        for temperature in {row["temperature"]: None for row in rows if model or row["temperature"]}:
+            of_all = span(row["ratio_with_prefill"] for row in rows if row["temperature"] == temperature)
+            spans.setdefault(temperature, []).append(f"{of_all} ({model}{machine})")
+    greedy, sampled = (", ".join(spans[temperature]) for temperature in (0.0, 0.8))
     answer = (
-        f"Greedy decoding gains {', '.join(spans)} times the speed without speculation, prefill included. Medians "
-        "of the 1.5B, with the slowest prompt in brackets."
+        "Multiples of the speed without speculation, prefill included: greedy medians, with the slowest prompt in "
+        f"brackets. Others are {greedy} and, at temperature 0.8, {sampled}."
     )
     return section("How much faster is one client?", answer, table("", KINDS, columns), results, names)
 
@@ -81,8 +82,7 @@ def fixed_numbers(results: Results) -> list[str]:
         spans.append(f"{span(adaptive.values())} and {span(best.values())} ({machine})")
     answer = (
         f"Mode `auto` is at least as fast as the best fixed number in hindsight for {sum(ahead)} of {len(ahead)} kinds "
-        f"of text and machines. By kind of text, without prefill, the two gain {', '.join(spans)} times the speed "
-        "without speculation."
+        f"of text and machines: {', '.join(spans)} times the speed without speculation, prefill excluded."
     )
     return section("Is it better than a fixed number of drafts?", answer, [], results, names)
 
@@ -95,20 +95,21 @@ def several_clients(results: Results) -> list[str]:
         for row in results[name]["rows"]:
             if row["server"] in servers:
                 seconds = row["ttft_s"]
-                text = f"{row['tokens_per_second']:.0f}, {seconds:.{2 if seconds < 1 else 1}f} s"
+                text = f"{row['tokens_per_second']:.0f}, {seconds:.{2 if seconds < 1 else 1}f}"
                 columns.setdefault(f"{servers[row['server']]}, {machine}", {})[row["load"]] = text
+    gains = []
     for name, machine in on_machines(results, "load").items():
         speeds = {(row["load"], row["server"]): row["tokens_per_second"] for row in results[name]["rows"]}
-        columns[f"`auto` / `off`, {machine}"] = {
-            load: f"{speed / speeds[load, 'specserve off']:.2f}"
+        ratios = [
+            f"{speed / speeds[load, 'specserve off']:.2f} for {load.removesuffix(' clients')}"
             for (load, server), speed in speeds.items()
             if server == "specserve auto"
-        }
+        ]
+        gains.append(f"{', '.join(ratios)} ({machine})")
     titles = {load: load.removesuffix(" clients") for load in own_titles(columns)}
     answer = (
-        "Tokens per second of all clients together, and the median time to first token, for streams of up to 96 tokens "
-        "after prompts of about 250. The last two columns are separate runs, on "
-        "Zen 4 with up to 256 tokens."
+        "Tokens per second of all clients together, and median seconds to the first token, for streams of up to 96 "
+        f"tokens after prompts of 250. In runs of their own, `auto` is at these multiples of `off`: {'; '.join(gains)}."
     )
     names = on_machines(results, "clients", "load")
     return section("What do several clients get?", answer, table("clients", titles, columns), results, names)
@@ -119,15 +120,15 @@ def mixed_lengths(results: Results) -> list[str]:
     columns: dict[str, Column] = {}
     if not (names := on_machines(results, "mixed")):
         return []
-    for name, machine in names.items():
+    for name in names:
         for row in results[name]["rows"]:
-            text = f"{row['alone_s']:.2f} / {row['beside_s']:.2f} / {row['beside_p99_s']:.2f}"
-            kept = f"{row['within_bound']} of {row['requests']} within {row['bound_s']:.2f}"
+            text = f"{row['alone_s']:.2f}, {row['beside_s']:.2f}, {row['beside_p99_s']:.2f}"
+            kept = f"{row['within_bound']}/{row['requests']}"
             title = f"{row['prompt']}, {row['tokens']:,} tokens"
-            columns.setdefault(f"{row['server']}, {machine}", {})[title] = f"{text}, {kept}"
+            columns.setdefault(row["server"].removesuffix(" plain"), {})[title] = f"{text}; {kept}"
     answer = (
-        "Seconds to the first token: median alone, median and 99th percentile beside others, and how many kept the "
-        "bound, which is three times alone and a prefill chunk, or 1.3 times alone for the long prompt."
+        "Seconds to the first token: median alone, median and 99th percentile beside others; and how many waited at "
+        "most three times as long as alone and a chunk, or 1.3 times for the long prompt."
     )
     lines = table("prompt", own_titles(columns), columns)
     return section("How long does a short prompt wait beside a long one?", answer, lines, results, names)
@@ -140,17 +141,17 @@ def cost_of_a_pass(results: Results) -> list[str]:
     for name, machine in on_machines(results, "cost_curve").items():
         rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == TARGET}
         times = {key: _milliseconds(row) for key, row in rows.items()}
-        columns[f"{machine}: llama.cpp / ours"] = {
-            count: f"{times['llama.cpp', count]:.1f} / {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
+        columns[machine] = {
+            count: f"{times['llama.cpp', count]:.1f}, {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
             for (engine, count), time in times.items()
             if engine == "ours"
         }
         ours, theirs = (times[engine, 8] / times[engine, 1] for engine in ("ours", "llama.cpp"))
-        growth.append(f"{ours:.1f} times ({machine}; llama.cpp's kernels {theirs:.1f})")
+        growth.append(f"{ours:.1f} times ({machine}; llama.cpp {theirs:.1f})")
     titles = {count: f"{count}" for count in (1, 4, 8, 16)} | {512: "each of a prompt of 512"}
     answer = (
-        f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds of the 1.5B; in brackets our time over "
-        "the least that memory and arithmetic allow."
+        f"Eight tokens cost {', '.join(growth)} as much as one. Milliseconds of the 1.5B with llama.cpp's kernels and "
+        "with ours; in brackets our time over the least that memory and arithmetic allow."
     )
     names = on_machines(results, "cost_curve")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
@@ -166,13 +167,13 @@ def other_engines(results: Results) -> list[str]:
     columns: dict[str, Column] = {}
     engines = ("specserve", "llama-server", "ik_llama.cpp")
     names = on_machines(results, "requests")
-    for name, machine in list(names.items())[:1]:
-        best = {(row["family"], row["mode"].partition(",")[0]): row for row in best_settings(results[name]["rows"])}
-        for engine in engines:
-            columns[f"{engine}, {machine}"] = {family: f"{best[family, engine]['ratio']:.2f}" for family, _ in best}
+    first, machine = next(iter(names.items()))
+    best = {(row["family"], row["mode"].partition(",")[0]): row for row in best_settings(results[first]["rows"])}
+    for engine in engines:
+        columns[engine] = {family: f"{best[family, engine]['ratio']:.2f}" for family, _ in best}
     answer = (
-        "Decoding speed for one client (1.5B) as a multiple of llama-server's without drafts. specserve is in mode "
-        "`auto`, the others have the best of their settings (no drafts, three drafts, n-grams)."
+        f"Decoding speed for one client as a multiple of llama-server's without drafts ({machine}): `auto`, and "
+        "others at the best of their settings (no drafts, three drafts, n-grams)."
     )
     return section("How fast are other engines?", answer, table("", KINDS, columns), results, names)
 
@@ -186,44 +187,38 @@ def long_prompts(results: Results) -> list[str]:
         "llama-server plain": "llama-server",
         "ik_llama.cpp plain": "ik_llama.cpp",
     }
-    titles = {
-        "prefill_ms": "prefill, ms a token",
-        "tokens_per_second": "an edit, tokens a second",
-        "second_turn_s": "second turn, first token, s",
-        "third_turn_share": "third turn, after others have filled the cache, as a share of the first",
-    }
+    titles = {"prefill_ms": "prefill", "tokens_per_second": "edit", "second_turn_s": "second turn"}
     names = on_machines(results, "long_prompts")
-    for name, machine in names.items():
-        for row in results[name]["rows"]:
-            column = columns.setdefault(f"{row['tokens']:,} tokens, {machine}", {})
-            for key in titles:
-                if row.get(key) is not None:
-                    figure = f"{row[key]:.3g} {servers[row['server']]}"
-                    column[key] = f"{column[key]}, {figure}" if key in column else figure
-    answer = "One client; prompts are parts of Python's library, and most of an edit is in its prompt."
-    return section("What do long prompts cost?", answer, table("", titles, columns), results, names)
+    rows = [row for name in names for row in results[name]["rows"]]
+    for row in rows:
+        found = {(key, row["server"]): f"{row[key]:.3g}" for key in titles if row.get(key) is not None}
+        columns.setdefault(f"{row['tokens']:,}", {}).update(found)
+    cells = {(key, server): f"{titles[key]}, {servers[server]}" for key in titles for server in servers}
+    third = ", ".join(f"{row['third_turn_share']:.3f}" for row in rows if row.get("third_turn_share") is not None)
+    answer = (
+        "By tokens of the prompt, a part of Python's library: milliseconds of prefill a token, tokens a second of an "
+        "edit, seconds to the first token of a second turn. A third turn, after others have filled the cache, begins "
+        f"in {third} of the first one's time."
+    )
+    return section("What do long prompts cost?", answer, table("", cells, columns), results, names)
 
 
 def perplexity(results: Results) -> list[str]:
     """Perplexity with llama.cpp's kernels and with ours (perplexity.py)."""
-    columns: dict[str, Column] = {}
     names = on_machines(results, "perplexity")
-    published = []
-    for name, machine in names.items():
-        for row in results[name]["rows"]:
-            if row["file"] != TARGET:
-                continue
-            text = f"{row['stock']:.3f} / {row['ours']:.3f}, {row['ratio']:.4f} ± {row['standard_error']:.4f}"
-            in_8_bits = f"{row['q8_0_cache']:.4f} ± {row['q8_0_error']:.4f}"
-            title = f"{machine}: llama.cpp / ours, ratio; with `cache_type: q8_0`, of ours"
-            columns.setdefault(title, {})[row["family"]] = f"{text}; {in_8_bits}"
-            published.append(abs(row["ratio"] - 1))
+    rows = [row for name in names for row in results[name]["rows"] if row["file"] == TARGET]
+    texts = [
+        f"{row['stock']:.3f} and {row['ours']:.3f} on {row['family']} "
+        f"({row['ratio']:.4f} ± {row['standard_error']:.4f})"
+        for row in rows
+    ]
+    cache = " and ".join(f"{row['q8_0_cache']:.4f} ± {row['q8_0_error']:.4f}" for row in rows)
+    most = 100 * max(abs(row["ratio"] - 1) for row in rows)
     answer = (
-        f"The published file's perplexity differs by {100 * max(published):.2f} % at most. Windows of 512 tokens, with "
-        "standard errors of the logarithm of the ratio."
+        f"The published file's perplexity differs by {most:.2f} % at most. With llama.cpp's kernels and with ours it "
+        f"is {', '.join(texts)}; with `cache_type: q8_0` it is {cache} of ours."
     )
-    lines = table("", own_titles(columns), columns)
-    return section("Do our kernels change the model?", answer, lines, results, names)
+    return section("Do our kernels change the model?", answer, [], results, names)
 
 
 def schemas(results: Results) -> list[str]:
@@ -247,7 +242,7 @@ def tools(results: Results) -> list[str]:
     """Tool calls: whether they are valid, and how fast they are written (tools.py)."""
     names = on_machines(results, "tools")
     answers, ratios = [], []
-    for name, machine in names.items():
+    for name in names:
         rows = results[name]["rows"]
         asked, calls, faults, same, compared = (
             sum(row[key] for row in rows) for key in ("requests", "calls", "faults", "same as plain", "answers")
@@ -255,10 +250,10 @@ def tools(results: Results) -> list[str]:
         answers.append(
             f"{calls} calls of {asked} requests had {faults} faults, {same} of {compared} answers are the same"
         )
-        ratios += [f"{row['choice']} {row['ratio']:.2f} at {row['temperature']} ({machine})" for row in rows]
+        ratios += [f"{row['choice']} {row['ratio']:.2f}" for row in rows if not row["temperature"]]
     answer = (
-        f"{'; '.join(answers)} without speculation, whole and streamed, greedy and at 0.8. Median speed-ups by "
-        f"`tool_choice` and temperature: {', '.join(ratios)}."
+        f"{'; '.join(answers)} without speculation, whole and streamed, greedy and at 0.8. Median greedy speed-ups by "
+        f"`tool_choice`: {', '.join(ratios)}."
     )
     return section("Are tool calls valid, and how fast?", answer, [], results, names)
 
@@ -281,14 +276,15 @@ def recurring(results: Results) -> list[str]:
 def neighbours(results: Results) -> list[str]:
     """The share of its quiet speed that a server keeps beside other processes (neighbours.py)."""
     columns: dict[str, Column] = {}
+    lost = 0.0
     names = on_machines(results, "neighbours")
-    for name, machine in names.items():
+    for name in names:
         for row in results[name]["rows"]:
-            text = f"{row['kept']:.2f} ({row['least']:.2f})"
-            columns.setdefault(f"{row['server']}, {machine}", {})[row["neighbour"]] = text
+            columns.setdefault(row["server"].removesuffix(" plain"), {})[row["neighbour"]] = f"{row['kept']:.2f}"
+            lost = max(lost, row["kept"] - row["least"])
     answer = (
-        "The share of its quiet speed, median and least of three prompts, also ten seconds after ten minutes of "
-        "neighbours; the [operator's guide](../config/README.md#beside-other-processes) says what to set."
+        f"The share of its quiet speed, the median of three prompts (the least is up to {lost:.2f} lower), also ten "
+        "seconds after ten minutes of [neighbours](../config/README.md#beside-other-processes)."
     )
     lines = table("beside", own_titles(columns), columns)
     return section("What does it keep beside other processes?", answer, lines, results, names)
@@ -296,20 +292,16 @@ def neighbours(results: Results) -> list[str]:
 
 def worst_cases(results: Results) -> list[str]:
     """The longest gaps that one request puts into another client's stream (worst_cases.py)."""
-    columns: dict[str, Column] = {"bounded by": {}}
-    others = []
     names = on_machines(results, "worst_cases")
-    for name, machine in names.items():
+    texts = []
+    for name in names:
         alone, *rows = (row for row in results[name]["rows"] if not row.get("newcomers"))
         rows.sort(key=lambda row: -float(row["longest_gap"]))
-        for row in rows[:WORST]:
-            columns["bounded by"][row["case"]] = row["limit"]
-            columns.setdefault(f"gap, s, {machine}", {})[row["case"]] = f"{row['longest_gap']:.2f}"
-        gaps = rows[WORST]["longest_gap"], alone["longest_gap"]
-        others.append(f"in {len(rows) - WORST} other cases at most {gaps[0]:.2f} s, in the stream alone {gaps[1]:.2f}")
-    answer = f"The longest gap in another client's stream; {'; '.join(others)}."
-    lines = table("request", own_titles(columns), columns)
-    return section("How long can one request interrupt others?", answer, lines, results, names)
+        worst = [f"{row['longest_gap']:.2f} s: {row['case']}" for row in rows[:WORST]]
+        rest = f"{len(rows) - WORST} other cases: {rows[WORST]['longest_gap']:.2f} at most"
+        texts.append("; ".join([*worst, rest, f"the stream alone: {alone['longest_gap']:.2f}"]))
+    answer = f"The longest gap in another client's stream. {'; '.join(texts)}."
+    return section("How long can one request interrupt others?", answer, [], results, names)
 
 
 QUESTIONS = (

@@ -35,6 +35,7 @@ def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max
         max_rows: the largest chunk.
         max_wait_seconds: infinite where no sequence decodes.
     """
+    max_rows = max(0, max_rows)
     seconds = cost.curve(rows + max_rows, kv_len)
     # By estimate a wider pass may be faster than a narrower one.
     fitting = np.flatnonzero(seconds[rows + 1 :] - seconds[rows] <= max_wait_seconds)

@@ -41,8 +41,8 @@ _MAX_LOGITS = 64
 _MAX_ALTERNATIVES = 8
 # The most prompt tokens in a round.
 PREFILL_ROWS = 64
-# Tokens before the end of a sequence that the draft model reads when it joins one; fewer in a long one.
-_DRAFT_WINDOW = 128
+# Tokens before the end of a sequence that the draft model reads when it joins one (benchmarks/decisions/tried.md).
+_DRAFT_WINDOW = 96
 # The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
 # and another one for all else that the machine does.
 _PREFIX_SHARE = 0.25

@@ -66,7 +66,9 @@ MAX_HOSTNAME = 253
 
 def misshapen(key: str, value: Any) -> str:
     """Return what a keyword's value would have to be, empty if it is."""
-    shape = next((shape for keys, types, shape in _SHAPES if key in keys and not isinstance(value, types)), "")
+    # `true` is no number, though an `int` in Python.
+    fits = {shape for _, types, shape in _SHAPES if isinstance(value, types) and not isinstance(value, bool)}
+    shape = next((shape for keys, _, shape in _SHAPES if key in keys and shape not in fits), "")
     if not shape and key in {"type", "required"} and not all(isinstance(name, str) for name in value):
         return "strings"
     return shape

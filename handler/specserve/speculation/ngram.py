@@ -47,6 +47,8 @@ _BETWEEN = -1
 _OF_PROMPT = 64
 # Pools of full length that there is memory for.
 _FULL_POOLS = 8
+# The least tokens that a pool counts as: an empty index takes 600 bytes.
+_LEAST_POOL = 512
 
 # From so many equal tokens on, the answer is surely where it is in the prediction; a single one counts if it comes at
 # most so many tokens after that.
@@ -221,7 +223,7 @@ class Pools:
             kept = min(len(index) // 2, self._max_tokens - len(text) - 1)
             index = NgramIndex(_IN_POOL, index.tokens[len(index) - kept :])
         index.extend([*text, _BETWEEN])
-        self._pools.put(client, name, index, len(index))
+        self._pools.put(client, name, index, max(len(index), _LEAST_POOL))
         self._pools.shrink(client)
 
 

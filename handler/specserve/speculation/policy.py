@@ -247,12 +247,13 @@ class Controller:
             for sequence in decoding
         ]
         drafting = max(1, sum(drafts > 0 for drafts in asked))
-        most = max_rows // drafting
+        # Below zero where sequences have outgrown what they were promised.
+        most = max(0, max_rows) // drafting
         if not math.isinf(max_wait_seconds):
             draft_pass = self.draft_cost.seconds(drafting, draft_kv_len or 0) if self.draft_cost else 0.0
             added = self.target_cost.curve(len(decoding) + drafting * most, kv_len)[len(decoding) :: drafting]
             waits = [gamma * draft_pass + seconds - added[0] for gamma, seconds in enumerate(added)]
-            most = max(gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds)
+            most = max((gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds), default=0)
         return [max(0, min(drafts, most)) for drafts in asked]
 
     def begin_round(self, steps: abc.Sequence[Step], rows: int, prices: Prices) -> list[Step]:

@@ -50,6 +50,6 @@ def test_a_displaced_prompt_is_sent_again_after_another_one() -> None:
     (case,) = [case for case in CASES if case.displaced]
     bodies: list[dict[str, Any]] = []
     with streaming_server(bodies.append) as url:
-        assert Measure(Endpoint("fake", url), url, seconds=5).case(case)["answer"] == "200"
+        assert Measure(Endpoint("fake", url), seconds=5).case(case)["answer"] == "200"
     first, other, again = [body["prompt"] for body in bodies if not body.get("stream")]
     assert first == again != other

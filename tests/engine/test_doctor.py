@@ -12,21 +12,15 @@ from typing import cast
 import pytest
 
 from costs import proportional
-from fake_engine import FakeEngine, NoEndToken
-from fake_pair import VOCABULARY, FakePair
 from server import free_ports, tiny
 from specserve.cli import doctor
-from specserve.cli.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
+from specserve.cli.doctor import check_costs, check_port, check_software, check_threads
 from specserve.cli.torchserve_process import State
-from specserve.engine.base import FloatArray, Row
-from specserve.engine.invariance import Invariance
-from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama_model import LlamaModel
 from specserve.machine import Usable
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = ["machine", "software", "port", "kernels", "repeating", "threads", "pair", "costs", "greedy"]
-REPEATS = Invariance(0.0, None)
+TOPICS = ["machine", "software", "port", "kernels", "repeating", "threads", "pair", "costs"]
 
 
 def test_every_check_reports_a_finding() -> None:
@@ -38,7 +32,6 @@ def test_every_check_reports_a_finding() -> None:
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
     assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs", "threads"})
-    assert found["greedy"]["facts"]["first_difference"] is None
 
 
 def test_check_port_names_a_port_in_use() -> None:
@@ -89,29 +82,3 @@ def test_check_threads_advises_a_faster_number_of_threads(monkeypatch: pytest.Mo
         found = check_threads(cast("LlamaModel", None), 8)
         assert found.well is well
         assert ("set `threads: 4`" in found.sentence) is not well
-
-
-class DependsOnRows(FakeEngine):
-    """A target with other logits in passes that verify drafts."""
-
-    def forward(self, rows: list[Row]) -> FloatArray:
-        logits = super().forward(rows)
-        return -logits if len(logits) > 1 else logits
-
-
-def test_check_greedy_finds_an_answer_that_drafts_change() -> None:
-    for target, well in ((FakeEngine, True), (DependsOnRows, False)):
-        pair = FakePair(vocabulary=NoEndToken(VOCABULARY))
-        cache = KVCache(target(vocabulary=VOCABULARY, n_slots=1))
-        plain, drafted = (greedy_answer(cache, pair.drafters, [3, 1, 4], gamma) for gamma in (0, 3))
-        assert len(pair.draft.decoded) > 0
-        found = check_greedy(plain, drafted, REPEATS)
-        assert found.well is well
-        assert ("please report this" in found.sentence) is not well
-
-
-def test_check_greedy_excuses_a_difference_where_logits_do_not_repeat() -> None:
-    found = check_greedy([5, 6, 7], [5, 6, 8], REPEATS._replace(alone=0.3))
-    assert found.well
-    assert "at its token 3: a near-tie" in found.sentence
-    assert found.facts == {"tokens": 3, "first_difference": 2}

@@ -24,28 +24,18 @@ from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.invariance import Invariance, probe
-from specserve.engine.kv_cache import KVCache
+from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
 from specserve.machine import usable_cores
-from specserve.sequence import SamplingParams, SpeculationParams
-from specserve.sequence import Sequence as TokenSequence
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters
 from specserve.speculation.measure import measure, prefill, timed
-from specserve.speculation.policy import Controller
-from specserve.speculation.round import run_round
-from specserve.speculation.step import Step
 
 # Tokens of a context, and rows of a pass.
 _CONTEXT_LENGTH, _MAX_ROWS = 512, 64
-# Tokens in the KV cache when passes are timed, about as many as the prompt and the answer below have; and timings.
+# Tokens in the KV cache when passes are timed, and timings.
 KV_LEN, _TIMINGS = 64, 3
-# The greedy answer: its prompt, its length in tokens, and draft tokens a round.
-_PROMPT, _ANSWER_TOKENS, _GAMMA = "def quicksort(items: list[int]) -> list[int]:\n", 40, 3
 # Speed ratio above measurement noise.
 _FASTER = 1.05
 # Free memory that the weights need, as a multiple of their files.
@@ -88,29 +78,14 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         model, target = stack.enter_context(_loaded(prepared.target, threads))
         invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
-        target_cost = PassCosts(measure(target))
+        target_cost, draft_cost = PassCosts(measure(target)), None
         yield check_threads(model, threads)
-        if prepared.draft is None:
-            yield check_costs(target_cost, None)
-            return
-        draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
-        check_same_vocabulary(model, draft_model)
-        yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        draft_cost = PassCosts(measure(draft))
+        if prepared.draft:
+            draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
+            check_same_vocabulary(model, draft_model)
+            yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+            draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
-        drafting = DraftModel(
-            KVCache(draft),
-            draft_cost,
-            window=_CONTEXT_LENGTH // 2,
-            max_rows=_MAX_ROWS,
-            vocabulary=target.width,
-            context_length=_CONTEXT_LENGTH,
-        )
-        controller = Controller(target_cost, draft_cost)
-        drafters = Drafters(controller, model=drafting, vocabulary=target.width, end_tokens=())
-        cache, prompt = KVCache(target), model.encode(_PROMPT)
-        plain, drafted = (greedy_answer(cache, drafters, prompt, gamma) for gamma in (0, _GAMMA))
-        yield check_greedy(plain, drafted, invariance)
 
 
 def check_machine(threads: int, prepared: Prepared) -> Finding:
@@ -203,32 +178,6 @@ def pass_seconds(engine: LlamaEngine) -> float:
     prefill(engine, [position % engine.width for position in range(KV_LEN)])
     timed(engine, KV_LEN, 4)
     return median(timed(engine, KV_LEN, 4) for _ in range(_TIMINGS))
-
-
-def check_greedy(plain: list[int], drafted: list[int], invariance: Invariance) -> Finding:
-    """Compare a greedy answer that was decoded without drafts to the same with drafts."""
-    position = next((i for i, (ours, theirs) in enumerate(zip(plain, drafted, strict=True)) if ours != theirs), None)
-    facts = {"tokens": len(plain), "first_difference": position}
-    if position is None:
-        sentence = f"A greedy answer of {len(plain)} tokens is the same with and without drafts."
-        return Finding("greedy", sentence, facts=facts)
-    sentence = f"A greedy answer with drafts differs from that without at its token {position + 1}"
-    if invariance.alone == 0:
-        return Finding("greedy", f"{sentence}, though logits repeat: please report this.", False, facts)
-    return Finding("greedy", f"{sentence}: a near-tie, which the number of rows decides (see repeating).", facts=facts)
-
-
-def greedy_answer(target: KVCache, drafters: Drafters, prompt: list[int], gamma: int) -> list[int]:
-    """Return the first tokens of the target's greedy answer, decoded in rounds of `gamma` drafts."""
-    params = SamplingParams(temperature=0), SpeculationParams(gamma, "token")
-    sequence = TokenSequence(prompt, *params, max_tokens=_ANSWER_TOKENS)
-    sequence.slot = 0
-    target.truncate(0, 0)
-    while sequence.remaining > 0:
-        rows = min(len(sequence.tokens) - target.end(0), target.engine.max_rows - gamma)
-        max_drafts = min(gamma, sequence.remaining - 1) if sequence.generated else 0
-        run_round(target, drafters, [Step(sequence, target.end(0), rows, max_drafts)])
-    return sequence.answer
 
 
 @contextmanager

@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from costs import proportional
 from server import free_ports, tiny
-from specserve.cli import doctor
-from specserve.cli.doctor import check_costs, check_port, check_software, check_threads
+from specserve.cli.doctor import check_costs, check_port, check_software
 from specserve.cli.torchserve_process import State
-from specserve.engine.llama_model import LlamaModel
-from specserve.machine import Usable
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = ["machine", "software", "port", "kernels", "repeating", "threads", "pair", "costs"]
+TOPICS = ["machine", "software", "port", "kernels", "repeating", "pair", "costs"]
 
 
 def test_every_check_reports_a_finding() -> None:
@@ -31,7 +26,7 @@ def test_every_check_reports_a_finding() -> None:
     assert list(found) == TOPICS
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
-    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs", "threads"})
+    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs"})
 
 
 def test_check_port_names_a_port_in_use() -> None:
@@ -61,24 +56,3 @@ def test_check_costs_finds_a_draft_slower_than_half_a_target_step() -> None:
         assert found.well is well
         assert ("choose a smaller draft" in found.sentence) is not well
         assert found.facts["draft_share"] == pytest.approx(draft / 0.01)
-
-
-@dataclass
-class Threads:
-    """A stub for an engine with a number of threads."""
-
-    count: int
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_check_threads_advises_a_faster_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: Usable((0, 1, 2, 3), 4))
-    monkeypatch.setattr(doctor, "one_slot_engine", lambda _model, count: Threads(count))
-    for slower, well in ((1.0, True), (1.5, False)):
-        milliseconds = {2: 20, 4: 20, 8: 20 * slower}
-        monkeypatch.setattr(doctor, "pass_seconds", lambda engine: milliseconds[engine.count] / 1000)  # noqa: B023
-        found = check_threads(cast("LlamaModel", None), 8)
-        assert found.well is well
-        assert ("set `threads: 4`" in found.sentence) is not well

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -30,14 +29,12 @@ from specserve.engine.llama_model import LlamaModel, build_description, check_sa
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
 from specserve.machine import usable_cores
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.measure import measure, prefill, timed
+from specserve.speculation.measure import measure
 
 # Tokens of a context, and rows of a pass.
 _CONTEXT_LENGTH, _MAX_ROWS = 512, 64
-# Tokens in the KV cache when passes are timed, and timings.
-KV_LEN, _TIMINGS = 64, 3
-# Speed ratio above measurement noise.
-_FASTER = 1.05
+# Tokens in the KV cache of the passes whose costs are shown.
+KV_LEN = 64
 # Free memory that the weights need, as a multiple of their files.
 _MEMORY_FACTOR = 1.5
 # Share of a target's step above which a draft's step hardly pays.
@@ -79,7 +76,6 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
         target_cost, draft_cost = PassCosts(measure(target)), None
-        yield check_threads(model, threads)
         if prepared.draft:
             draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
             check_same_vocabulary(model, draft_model)
@@ -159,46 +155,30 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     return Finding("costs", f"{sentence}.", facts=facts)
 
 
-def check_threads(model: LlamaModel, threads: int) -> Finding:
-    """Compare the speed of other numbers of threads."""
-    milliseconds = {}
-    for count in sorted({max(1, threads // 2), threads, usable_cores().threads}):
-        with closing(one_slot_engine(model, count)) as engine:
-            milliseconds[count] = 1000 * pass_seconds(engine)
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    shown = ", ".join(f"{count}: {took:.0f}" for count, took in milliseconds.items())
-    sentence, facts = f"Four rows take, in milliseconds by threads, {shown}", {"milliseconds": milliseconds}
-    if milliseconds[threads] > _FASTER * milliseconds[best]:
-        return Finding("threads", f"{sentence}: set `threads: {best}`.", False, facts)
-    return Finding("threads", f"{sentence}; {threads} is right.", facts=facts)
-
-
-def pass_seconds(engine: LlamaEngine) -> float:
-    """Return the median seconds of a pass of four rows."""
-    prefill(engine, [position % engine.width for position in range(KV_LEN)])
-    timed(engine, KV_LEN, 4)
-    return median(timed(engine, KV_LEN, 4) for _ in range(_TIMINGS))
-
-
 @contextmanager
 def _loaded(path: Path, threads: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
-    """Load a model and a context of it, and close both at the end.
+    """Load a model and a context of it for one short sequence, and close both at the end.
 
     Raises:
         ModelLoadError: the model cannot be loaded, or a forward pass failed.
     """
-    with closing(LlamaModel(path)) as model, closing(one_slot_engine(model, threads)) as engine:
+    with (
+        closing(LlamaModel(path)) as model,
+        closing(
+            LlamaEngine(
+                model,
+                n_slots=1,
+                context_length=_CONTEXT_LENGTH,
+                threads=threads,
+                max_rows=_MAX_ROWS,
+                max_logits=_MAX_ROWS,
+            )
+        ) as engine,
+    ):
         try:
             yield model, engine
         except EngineError as error:
             raise ModelLoadError(f"{path}: cannot be measured: {error}") from error
-
-
-def one_slot_engine(model: LlamaModel, threads: int) -> LlamaEngine:
-    """Return a context for one short sequence."""
-    return LlamaEngine(
-        model, n_slots=1, context_length=_CONTEXT_LENGTH, threads=threads, max_rows=_MAX_ROWS, max_logits=_MAX_ROWS
-    )
 
 
 def run(options: Namespace) -> int:

@@ -23,7 +23,7 @@ from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
-SEED, FUZZ_SECONDS = 54, 20
+SEED, FUZZ_SECONDS = 54, 10
 VICTIM = {"prompt": "The quick brown fox", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 # Those that mean something to TorchServe or to the handler, and those that mean nothing.
 NAMES = ["authorization", "Authorization", "x-api-key", "body", "data", "url_path", "explain", "host", "content-type"]

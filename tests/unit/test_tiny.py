@@ -105,7 +105,7 @@ def distributions(
     target: Runner, draft: Runner | None, choose: Choose
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The distributions of target and draft at each token that the target generates."""
-    answers = [generate(target, prompt, choose, draft, limit=100) for prompt in PROMPTS]
+    answers = [generate(target, prompt, choose, draft, limit=60) for prompt in PROMPTS]
     return np.concatenate([answer[1] for answer in answers]), np.concatenate([answer[2] for answer in answers])
 
 
@@ -141,11 +141,11 @@ def test_greedy_answers_vary_and_rarely_end_early(load: Load) -> None:
 def test_sampled_answers_sometimes_end_and_split_characters_between_tokens(load: Load) -> None:
     for architecture in ARCHITECTURES:
         target = load(architecture, "target")
-        answers = [generate(target, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(24)]
-        assert 2 <= sum(target.model.is_end_token(tokens[-1]) for tokens in answers) <= 22
+        answers = [generate(target, PROMPTS[seed % 8], sampler(seed))[0] for seed in range(12)]
+        assert 1 <= sum(target.model.is_end_token(tokens[-1]) for tokens in answers) <= 11
         pieces = [target.model.piece(token) for tokens in answers for token in tokens]
         text = b"".join(pieces).decode(errors="replace")
-        assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 10
+        assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 5
         assert text.count("\ufffd") < len(text) / 200
 
 

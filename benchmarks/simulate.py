@@ -40,7 +40,7 @@ from specserve.speculation.policy import Controller
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from fake_engine import FakeVocabulary
+from fake_engine import NoEndToken
 
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 CONTEXT = 4096
@@ -207,18 +207,13 @@ class ReplayEngine:
         """Nothing to free."""
 
 
-class EndlessVocabulary(FakeVocabulary):
-    """A vocabulary without an end-of-sequence token: an answer ends with its recording."""
+class EndlessVocabulary(NoEndToken):
+    """An answer ends with its recording, and its tokens have no text."""
 
     def piece(self, token: int) -> bytes:
         """No text."""
         del token
         return b""
-
-    def is_end_token(self, token: int) -> bool:
-        """Always False."""
-        del token
-        return False
 
 
 class Simulation:

@@ -377,7 +377,8 @@ def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_co
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A process with this file's names and the selected kernels of the first variant."""
-    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "support"), str(SOURCES.parent)]
     start = (
         f"import gc, pathlib, sys; sys.path[:0] = {paths!r}\nimport psutil\nfrom specserve.engine import kernels\n"
         "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"

@@ -51,8 +51,8 @@ REACHABLE = 0.7
 
 
 ENGINES: dict[str, Callable[[str | None], list[str | Path]]] = {
-    "ours": lambda variant: [sys.executable, WORKER, "ours", *([variant] if variant else [])],
-    "llama.cpp": lambda _: [sys.executable, WORKER, "stock"],
+    "ours": lambda variant: [sys.executable, WORKER, "auto", *([variant] if variant else [])],
+    "llama.cpp": lambda _: [sys.executable, WORKER, "off"],
 }
 
 
@@ -73,7 +73,7 @@ class Worker:
         self.ask(setting._asdict())
 
     def ask(self, question: object) -> Row:
-        """The fields of an `Outcome`, or `error`.
+        """The seconds of a pass and the argmax of its last row; nothing of a `Setting`.
 
         Raises:
             EnvironmentFailure: the process ended.
@@ -154,14 +154,12 @@ class Measurement:
             try:
                 answer = worker.ask(asked)
             except EnvironmentFailure as reason:
-                answer = {"error": str(reason)}
-            if "error" in answer:
-                self.failures[name] = answer["error"]
+                self.failures[name] = str(reason)
                 return
             if prefill:
                 self.tokens[name] = answer["token"]
             if prefill or number:
-                self.seconds.setdefault((name, asked.rows), []).extend(answer["seconds"])
+                self.seconds.setdefault((name, asked.rows), []).append(answer["seconds"])
 
     def rows(self, path: Path) -> list[Row]:
         """Rows of the result; `v` is the cost relative to one row of the same engine."""

@@ -10,7 +10,6 @@ compares two answers to the same prompt. No server is involved; load.py measures
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,11 +61,7 @@ class Mode:
 PLAIN = Mode("plain", SpeculationParams(mode="off"))
 ADAPTIVE = Mode("adaptive", SpeculationParams(15, mode="auto"))
 FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
-ONE_DRAFTER = [
-    Mode(f"{drafter} alone", SpeculationParams(15, mode="auto", drafter=drafter))
-    for drafter in ("model", "lookup", "prediction", "grammar")
-]
-MODES = (*FIXED.values(), ADAPTIVE, *ONE_DRAFTER)
+MODES = (*FIXED.values(), ADAPTIVE)
 QUICK_MODES = (FIXED[3].name, ADAPTIVE.name)
 
 
@@ -198,13 +193,6 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
     }
 
 
-def modes_for(family: str, names: Iterable[str]) -> list[Mode]:
-    """Plain decoding and the named modes; `prediction` and `grammar` alone only where the request has one."""
-    unused = {"prediction", "grammar"} - {{"edit, predicted": "prediction", "schema": "grammar"}.get(family)}
-    modes = [mode for mode in MODES if mode.name in names]
-    return [PLAIN, *(mode for mode in modes if mode.speculation.drafter not in unused)]
-
-
 def main() -> None:
     """Run the benchmark and print a table and one JSON object."""
     parser = argument_parser(__doc__, quick="three prompts a family, three modes, greedy only")
@@ -223,25 +211,21 @@ def main() -> None:
     chosen = options.modes or (QUICK_MODES if options.quick else names)
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
-    lanes = open_lanes(
-        models,
-        list(dict.fromkeys(mode for family in families for mode in modes_for(family, chosen))),
-    )
+    modes = [PLAIN, *(mode for mode in MODES if mode.name in chosen)]
+    lanes = open_lanes(models, modes)
     rows = []
     disturbed = 0
     for family in families:
-        modes = modes_for(family, chosen)
-        family_lanes = [lane for lane in lanes if lane.mode in modes]
         tasks = list(read_tasks(family, options.prompts or (3 if options.quick else None)))
         if options.max_tokens:
             tasks = [replace(task, max_tokens=options.max_tokens) for task in tasks]
         for temperature in temperatures:
             answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
             for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
-                keys = [key_of(family, task, temperature, seed, lane.mode) for lane in family_lanes]
+                keys = [key_of(family, task, temperature, seed, lane.mode) for lane in lanes]
                 if all(key in results for key in keys):
                     continue
-                runs, others = with_interference(partial(run_side_by_side, family_lanes, task, temperature, seed))
+                runs, others = with_interference(partial(run_side_by_side, lanes, task, temperature, seed))
                 disturbed += others > MAX_INTERFERENCE
                 for key, run in zip(keys, runs, strict=True):
                     keep(results, key, run)

@@ -160,10 +160,11 @@ def shortfalls(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for name, value in before["start"].items():
         if after["start"][name] > value * WORSE:
             yield f"start, {name}: {value:.4g} -> {after['start'][name]:.4g}"
-    for machine, figures in before["simulated"].items():
+    for machine, figures in after["simulated"].items():
         for name, value in figures.items():
-            if after["simulated"][machine][name] < value * (SLOWEST if name == "slowest" else MEAN):
-                yield f"simulate.py, {machine}, {name}: {value:.3f} -> {after['simulated'][machine][name]:.3f}"
+            old = before["simulated"][machine][name]
+            if value < old * (SLOWEST if name == "slowest" else MEAN):
+                yield f"simulate.py, {machine}, {name}: {old:.3f} -> {value:.3f}"
     if after["tool_calls"]["faults"]:
         yield f"{after['tool_calls']['faults']} of {after['tool_calls']['calls']} tool calls are invalid"
 

@@ -20,7 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -29,11 +29,10 @@ from time import perf_counter
 import requests
 
 from common import ResultsFile, Row, argument_parser, print_result, print_table
-from load import percentile, specserve_modes
+from load import checked, percentile, specserve_modes
 from peer_engines import Job, start
-from servers import Endpoint, events, specserve_endpoint, unique_prompts
+from servers import Answer, Endpoint, start_specserve, stream, unique_prompts
 from specserve.cli.archive import TORCH_STUB, write_mar
-from specserve.cli.paths import PROJECT
 from specserve.cli.torchserve_process import State
 from specserve.config import load_yaml
 
@@ -60,49 +59,19 @@ NOTES = (
 )
 
 
-@dataclass
-class Streamed:
-    """What a client has seen of one answer: the time of each chunk with text, and the number of characters."""
-
-    sent: float
-    chunks: list[float]
-    characters: int
-
-    @property
-    def speed(self) -> float:
-        """Characters a second after the first text; 0 where nothing followed."""
-        if len(self.chunks) < 2:
-            return 0.0
-        return self.characters / (self.chunks[-1] - self.chunks[0])
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between two chunks."""
-        return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
+def speed(answer: Answer) -> float:
+    """Characters a second after the first text; 0 where nothing followed."""
+    return len(answer.text) / (answer.chunks[-1] - answer.chunks[0]) if len(answer.chunks) > 1 else 0.0
 
 
-def stream_for(endpoint: Endpoint, prompt: str, max_tokens: int) -> Streamed:
-    """Stream one greedy completion, for LIMIT_SECONDS at most."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True} | endpoint.extra
-    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    seen = Streamed(perf_counter(), [], 0)
-    url = f"{endpoint.url}/v1/completions"
-    with (
-        contextlib.suppress(requests.Timeout),
-        requests.post(url, json=body, headers=headers, stream=True, timeout=LIMIT_SECONDS) as response,
-    ):
-        response.raise_for_status()
-        for event in events(response):
-            if text := "".join(choice.get("text") or "" for choice in event.get("choices", ())):
-                # The first chunk's characters came before its time.
-                seen.characters += len(text) if seen.chunks else 0
-                seen.chunks.append(perf_counter())
-            if perf_counter() - seen.sent > LIMIT_SECONDS:
-                break
-    return seen
+def stream_for(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
+    """Stream one greedy completion for LIMIT_SECONDS at most; it may have no text by then."""
+    answer = stream(endpoint, prompt, max_tokens, LIMIT_SECONDS)
+    late = answer.error == "no text" or "timed out" in (answer.error or "")
+    return answer if late else checked(endpoint, answer)
 
 
-Pairs = list[tuple[Streamed, Streamed]]
+Pairs = list[tuple[Answer, Answer]]
 # Something that keeps a core busy while it is entered.
 Neighbour = Callable[[], AbstractContextManager[None]]
 
@@ -161,17 +130,6 @@ LOOPS: dict[str, Neighbour] = {
     "a loop at nice 0": partial(loops, 1, 0),
     "two loops": partial(loops, 2, 0),
 }
-
-
-# ---- servers ----
-
-
-def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
-    """This project's server with tokens, which registering a model needs; the stack stops it."""
-    scripts, flags = PROJECT / "scripts", ["--port", str(port)]
-    subprocess.run([scripts / "serve", "--config", config, *flags, "--detach"], check=True, stdout=subprocess.DEVNULL)
-    stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
-    return replace(specserve_endpoint(port), key=State(port).key("inference"))
 
 
 @contextmanager
@@ -233,13 +191,13 @@ def measure_after(endpoint: Endpoint, seconds: float, prompts: list[str], tokens
 
 def summarise(neighbour: str, server: str, pairs: Pairs) -> Row:
     """One row of the result."""
-    kept = [beside.speed / quiet.speed for quiet, beside in pairs]
+    kept = [speed(beside) / speed(quiet) for quiet, beside in pairs]
     row: Row = {"neighbour": neighbour, "server": server, "requests": len(pairs)}
     row |= {"kept": round(median(kept), 3), "least": round(min(kept), 3), "most": round(max(kept), 3)}
     for name, index in (("quiet", 0), ("beside", 1)):
         answers = [pair[index] for pair in pairs]
         gaps = [gap for answer in answers for gap in answer.gaps]
-        row[f"characters_{name}"] = round(median(answer.speed for answer in answers), 1)
+        row[f"characters_{name}"] = round(median(map(speed, answers)), 1)
         row[f"gap_p99_{name}_s"] = percentile(gaps, 99) if gaps else None
     return row
 
@@ -260,7 +218,7 @@ class Comparison:
         self._after_seconds = 60.0 if options.quick else 600.0
         self._prompts = unique_prompts(options.requests or (2 if options.quick else 8))
         self._results = ResultsFile(options.results)
-        self._ours = specserve_modes(start_specserve(stack, self._config, self._port))
+        self._ours = specserve_modes(start_specserve(stack, self._config, self._port, with_tokens=True))
         processes, failures = start(stack, Job.of(self._config, SLOTS), () if options.ours else (PEER,))
         for name, reason in failures.items():
             raise SystemExit(f"{name} did not run: {reason}")
@@ -301,7 +259,7 @@ class Comparison:
 
     def _beside_a_server(self) -> Iterator[Row]:
         with ExitStack() as stack:
-            other = start_specserve(stack, self._config, self._port + 5)
+            other = start_specserve(stack, self._config, self._port + 5, with_tokens=True)
 
             def pairs(server: Endpoint) -> Pairs:
                 same = replace(server, url=other.url, key=other.key)
@@ -312,7 +270,7 @@ class Comparison:
 
     def _in_a_container(self) -> Iterator[Row]:
         with ExitStack() as stack, cgroup_of(1.5):
-            other = start_specserve(stack, self._config, self._port + 5)
+            other = start_specserve(stack, self._config, self._port + 5, with_tokens=True)
 
             def pairs(server: Endpoint) -> Pairs:
                 return self._pairs(server, replace(server, url=other.url, key=other.key), contextlib.nullcontext)

@@ -222,16 +222,8 @@ def command(job: Job, name: str) -> list[str | Path]:
     ]
 
 
-def start(
-    stack: ExitStack, job: Job, names: Iterable[str], options: Iterable[str] = ()
-) -> tuple[dict[str, ServerProcess], dict[str, str]]:
-    """Start servers one after the other; the stack stops them.
-
-    Args:
-        stack: stops the servers.
-        job: what they serve.
-        names: of their settings.
-        options: further ones of each command line, which replace earlier ones of the same name.
+def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[dict[str, ServerProcess], dict[str, str]]:
+    """Start servers by the names of their settings; the stack stops them.
 
     Returns:
         Those that are ready, and why the others are not, by name.
@@ -239,8 +231,7 @@ def start(
     processes, failures = {}, {}
     for name in names:
         try:
-            arguments = [*command(job, name), *options]
-            process = ServerProcess(arguments, PEERS / "logs" / f"{name.replace(' ', '-')}.log")
+            process = ServerProcess(command(job, name), PEERS / "logs" / f"{name.replace(' ', '-')}.log")
             stack.callback(process.stop)
             process.wait_ready()
         except EnvironmentFailure as reason:

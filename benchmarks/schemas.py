@@ -4,8 +4,7 @@ Reads a directory of schemas, each subdirectory as a set, for example JSON Schem
 (github.com/guidance-ai/jsonschemabench, `data/`), and compares with llguidance alone, without our limits. Answers are
 sampled with speculation and without and validated by the `jsonschema` library; truncated ones are counted separately.
 
-    .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N] [--skip N] \
-        [--tokens N] [--longest N]
+    .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N]
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from specserve.core.loading import PREFILL_ROWS, Models, load_models
 from specserve.core.scheduler import Scheduler
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
-from specserve.grammar.schema import MAX_TEXT
 
+MAX_TOKENS = 200
 PROMPT = "A short document in JSON:\n"
 
 
 @dataclass
 class Survey:
-    """The schemas of one set: how many, those accepted here and by llguidance, reasons of refusal, compile times."""
+    """The schemas of one set: those accepted here, all, those that llguidance accepts, reasons, compile times."""
 
     accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     count: int = 0
@@ -85,10 +84,9 @@ def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler)
 class Sampler:
     """Samples answers as a worker would."""
 
-    def __init__(self, models: Models, config: HandlerConfig, tokens: int) -> None:
+    def __init__(self, models: Models, config: HandlerConfig) -> None:
         self._models = models
         self._config = config
-        self._tokens = tokens
         self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target_cost)
 
     def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
@@ -111,13 +109,13 @@ class Sampler:
         form = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
         body = {
             "prompt": PROMPT,
-            "max_tokens": self._tokens,
+            "max_tokens": MAX_TOKENS,
             "response_format": form,
             "speculation": mode,
             "seed": 0,
             "cache_prompt": False,
         }
-        request = parse_body({**body, "cache_prompt": False}, CompletionRequest)
+        request = parse_body(body, CompletionRequest)
         prompts = Tokenizer(self._models.vocabulary, self._config).completion(request)
         _, [[generation]] = resolve(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
         return generation
@@ -155,9 +153,6 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="schemas as JSON files, or one directory a set")
     parser.add_argument("--sample", type=int, help="schemas of each set (default: 120)")
     parser.add_argument("--answers", type=int, default=0, help="number of schemas to sample answers for (default: 0)")
-    parser.add_argument("--skip", type=int, default=0, help="skip so many of the accepted ones (default: 0)")
-    parser.add_argument("--tokens", type=int, default=200, help="max_tokens of an answer (default: 200)")
-    parser.add_argument("--longest", type=int, default=MAX_TEXT, help="most characters of a schema to answer for")
     options = parser.parse_args()
     sample = options.sample or (20 if options.quick else 120)
     config = prepared_handler(options.config)
@@ -167,9 +162,8 @@ def main() -> None:
     print_survey(found)
     accepted = [schema for group in found.values() for schema in group.accepted]
     random.Random(0).shuffle(accepted)
-    short = [schema for schema in accepted if len(json.dumps(schema[1])) <= options.longest]
-    asked = short[options.skip : options.skip + options.answers]
-    sampler = Sampler(models, config, options.tokens)
+    asked = accepted[: options.answers]
+    sampler = Sampler(models, config)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
         generations = sampler.answers([schema for _, schema in asked], {"mode": mode})

@@ -102,19 +102,21 @@ class ServerProcess:
         return int(psutil.Process(self._process.pid).memory_info().rss) >> 20
 
 
-def start_specserve(stack: ExitStack, config: Path, port: int) -> Endpoint:
-    """This project's server, through TorchServe and without tokens; the stack stops it."""
+def start_specserve(stack: ExitStack, config: Path, port: int, *, with_tokens: bool = False) -> Endpoint:
+    """This project's server, through TorchServe; the stack stops it."""
     scripts, flags = PROJECT / "scripts", ["--port", str(port)]
-    command: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach", "--no-auth"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach"]
+    subprocess.run(command + ["--no-auth"] * (not with_tokens), check=True, stdout=subprocess.DEVNULL)
     stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
     return specserve_endpoint(port)
 
 
 def specserve_endpoint(port: int) -> Endpoint:
-    """This project's server on a port where it already runs without tokens."""
-    url = f"http://127.0.0.1:{State(port).ports.inference}/predictions/qwen/1.0"
-    return Endpoint("specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port))
+    """This project's server on a port where it already runs."""
+    url = f"http://127.0.0.1:{port}/predictions/qwen/1.0"
+    return Endpoint(
+        "specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port), State(port).key("inference")
+    )
 
 
 def specserve_processes(port: int, program: str = "") -> list[psutil.Process]:
@@ -165,8 +167,8 @@ def events(response: requests.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
-    """Stream one greedy completion; a failure is recorded in the answer."""
+def stream(endpoint: Endpoint, prompt: str, max_tokens: int, limit_seconds: float = REQUEST_TIMEOUT_SECONDS) -> Answer:
+    """Stream one greedy completion, which the client ends after the limit; a failure is recorded in the answer."""
     answer = Answer(perf_counter())
     body = {
         "prompt": prompt,
@@ -176,9 +178,11 @@ def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
         "stream_options": {"include_usage": True},
     }
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    url, timeout = f"{endpoint.url}/v1/completions", REQUEST_TIMEOUT_SECONDS
+    url = f"{endpoint.url}/v1/completions"
     try:
-        with requests.post(url, json=body | endpoint.extra, headers=headers, stream=True, timeout=timeout) as response:
+        with requests.post(
+            url, json=body | endpoint.extra, headers=headers, stream=True, timeout=limit_seconds
+        ) as response:
             response.raise_for_status()
             for event in events(response):
                 text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
@@ -188,6 +192,8 @@ def stream(endpoint: Endpoint, prompt: str, max_tokens: int) -> Answer:
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
                 answer.speculation = event.get("speculation", answer.speculation)
+                if perf_counter() - answer.sent > limit_seconds:
+                    break
         answer.end = perf_counter()
     except (requests.RequestException, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""How fast would other policies decode recorded texts, on this machine and on others? A simulation.
+"""How much faster are recorded texts decoded with drafts, on this machine and on others? A simulation.
 
 Scheduler, drafters and controller are those of the server. Only the two engines are replaced: they return the recorded
 logits of a real pair, and advance a simulated clock by the cost of each pass.
 
     .venv/bin/python benchmarks/simulate.py [--recordings FILE] [--machines NAME ...] [--orders N]
-        [--set acceptance._FADE=.7 ...] [--sensitivity] [--clients 2 4 8]
+        [--set acceptance._FADE=.7 ...] [--clients 2 4 8]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,10 +24,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from common import print_result
+from common import print_result, print_table
 from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
@@ -43,10 +40,9 @@ from specserve.speculation.policy import Controller
 
 # The fake vocabulary belongs to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from fake_engine import FakeVocabulary
+from fake_engine import NoEndToken
 
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
-FIXED = (1, 2, 3, 4, 7, 15)
 CONTEXT = 4096
 # Tokens that stand for the rest of the vocabulary, so that logits can have the recorded entropy.
 _OTHERS = 200
@@ -74,11 +70,6 @@ class Recording:
     rank: list[int]
     draft_sure: list[float]
     others: list[list[float]]
-
-    @property
-    def hit(self) -> list[bool]:
-        """By index, whether the draft chooses the same token."""
-        return [rank == 0 for rank in self.rank]
 
 
 @dataclass
@@ -219,18 +210,13 @@ class ReplayEngine:
         """Nothing to free."""
 
 
-class EndlessVocabulary(FakeVocabulary):
-    """A vocabulary without an end-of-sequence token: an answer ends with its recording."""
+class EndlessVocabulary(NoEndToken):
+    """An answer ends with its recording, and its tokens have no text."""
 
     def piece(self, token: int) -> bytes:
         """No text."""
         del token
         return b""
-
-    def is_end_token(self, token: int) -> bool:
-        """Always False."""
-        del token
-        return False
 
 
 class Simulation:
@@ -312,25 +298,6 @@ class Simulation:
         return [ends[generation] for generation in generations], generations
 
 
-def oracle(recording: Recording, target: PassCosts, draft: PassCosts, most: int = 15) -> float:
-    """The least seconds that any choice of gamma in every round could take, knowing which draft tokens are accepted.
-
-    Dynamic programming over the indices of the answer, from its end; the draft's prefill is free.
-    """
-    count = len(recording.answer)
-    kv_len = len(recording.prompt) + count // 2
-    step = draft.seconds(1, kv_len)
-    best = [0.0] * (count + 1)
-    for index in range(count - 1, 0, -1):
-        accepted = 0
-        options = [target.seconds(1, kv_len) + best[index + 1]]
-        for gamma in range(1, min(most, count - index - 1) + 1):
-            accepted += int(accepted == gamma - 1 and recording.hit[index + gamma - 1])
-            options.append(gamma * step + target.seconds(gamma + 1, kv_len) + best[index + accepted + 1])
-        best[index] = min(options)
-    return best[1]
-
-
 def read_recordings(path: Path = RECORDINGS) -> list[Recording]:
     """All recordings of a file, one JSON object a line."""
     with path.open(encoding="utf-8") as file:
@@ -341,9 +308,8 @@ def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
     """A synthetic recording whose acceptance follows a random process; lookup finds nothing in it.
 
     Args:
-        kind: `easy`, `hard`, `even` (a constant probability), `bursty` (easy and hard runs), `drifting` (from hard to
-            easy and back), `story then code` (the first half is hard), or `adversarial` (both models are confident, and
-            the draft is always wrong).
+        kind: `easy`, `hard`, `bursty` (easy and hard runs), `story then code` (the first half is hard), or
+            `adversarial` (both models are confident, and the draft is always wrong).
         length: tokens of the answer.
         seed: of the process.
     """
@@ -351,10 +317,8 @@ def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
     index = np.arange(length)
     probabilities = {
         "easy": np.full(length, 0.95),
-        "even": np.full(length, 0.75),
         "hard": np.full(length, 0.4),
         "bursty": np.where(index // 25 % 2 == 0, 0.97, 0.4),
-        "drifting": 0.675 + 0.3 * np.sin(2 * np.pi * index / length - np.pi / 2),
         "story then code": np.where(index < length // 2, 0.45, 0.95),
         "adversarial": np.full(length, 0.98),
     }[kind]
@@ -369,7 +333,7 @@ def synthetic(kind: str, length: int = 400, seed: int = 1) -> Recording:
     )
 
 
-PROCESSES = ("easy", "even", "hard", "bursty", "drifting", "story then code", "adversarial")
+PROCESSES = ("easy", "hard", "bursty", "story then code", "adversarial")
 
 
 def stairs(first: float, steps: dict[int, float]) -> CostTable:
@@ -380,14 +344,7 @@ def stairs(first: float, steps: dict[int, float]) -> CostTable:
 
 # Cost by rows, 2 cores of an Intel Xeon (slow memory), llama.cpp's kernels, pure Q4_0: medians of four starts.
 _TWO_CORES = {2: 1.67, 3: 2.3, 4: 1.54, 5: 2.5, 6: 3.3, 8: 3.17, 12: 4.6, 16: 5.1, 24: 8.0, 32: 9.8}
-# The same on 2 cores of an AMD EPYC (Zen 4), where arithmetic is the limit from two rows on.
-_TWO_CORES_FAST_MEMORY = {2: 1.72, 3: 2.43, 4: 2.27, 5: 3.15, 6: 3.92, 8: 4.07, 12: 5.9, 16: 6.25, 24: 10.0, 32: 12.0}
-# The same with our kernels: the published target (cost_curve.py), and the draft in pure Q4_0 with a cut head (the table
-# that the server measures at its first start).
-_OWN_TARGET = {2: 1.04, 3: 1.04, 4: 1.10, 5: 1.22, 6: 1.29, 8: 1.51, 12: 2.15, 16: 2.61, 32: 5.0}
-_OWN_DRAFT = {2: 1.04, 3: 1.10, 4: 1.19, 5: 1.45, 6: 1.67, 8: 2.05, 12: 2.75, 16: 3.4, 32: 6.0}
-# The same since the evening of 26 November, with weights in the order in which they are read: where the cores lie on
-# two core complexes (cost_curve.py), and on one (peers.py passes). The cut head takes a fifth off a draft's step.
+# Our kernels on 2 cores of an AMD EPYC (Zen 4): where the cores lie on two core complexes (cost_curve.py), and on one.
 _OWN_TARGET_FAST = {2: 1.15, 4: 1.37, 5: 1.55, 6: 1.81, 8: 2.36, 12: 3.28, 16: 3.93, 32: 7.1, 64: 13.5, 128: 26.9}
 _OWN_DRAFT_FAST = {2: 1.08, 4: 1.4, 5: 1.71, 6: 1.96, 8: 2.49, 12: 3.59, 16: 4.8, 32: 8.6, 64: 12.7, 128: 25.5}
 _OWN_TARGET_SLOW = {2: 1.0, 4: 1.06, 5: 1.11, 6: 1.12, 8: 1.36, 12: 1.96, 16: 2.59, 32: 4.7, 64: 9.0, 128: 18.1}
@@ -402,17 +359,12 @@ _ZEN_5_DRAFT = {2: 1.01, 3: 1.03, 4: 1.05, 6: 1.1, 8: 1.13, 12: 1.54, 16: 2.0, 1
 # draft, medians of several processes in turns (no command prints them).
 _ZEN_5_APART_TARGET = {2: 1.06, 4: 1.07, 5: 1.1, 6: 1.16, 8: 1.42, 12: 1.97, 16: 2.53, 17: 3.01, 24: 3.79, 32: 4.88}
 _ZEN_5_APART_DRAFT = {2: 1.04, 3: 1.1, 4: 1.15, 6: 1.25, 8: 1.4, 12: 1.94, 16: 2.5, 17: 2.83, 24: 3.65, 32: 4.73}
-# Assumed: a many-core desktop, where memory is the limit up to 8 rows; and a machine where every row costs the same.
-_FLAT = {2: 1.02, 3: 1.04, 4: 1.06, 6: 1.1, 8: 1.15, 12: 1.5, 16: 1.9, 32: 3.6}
+# Assumed: every row costs the same.
 _STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}
 # Target and draft, in milliseconds a step.
 MACHINES = {
     "2 cores, 3B by 0.5B": (stairs(145, _TWO_CORES), stairs(26, _TWO_CORES)),
     "2 cores, 1.5B by 0.5B": (stairs(71, _TWO_CORES), stairs(26, _TWO_CORES)),
-    "2 cores, fast memory, 3B by 0.5B": (stairs(75, _TWO_CORES_FAST_MEMORY), stairs(13.6, _TWO_CORES_FAST_MEMORY)),
-    "2 cores, fast memory, 1.5B by 0.5B": (stairs(37, _TWO_CORES_FAST_MEMORY), stairs(13.6, _TWO_CORES_FAST_MEMORY)),
-    "2 cores, fast memory, our kernels, 3B by 0.5B": (stairs(70, _OWN_TARGET), stairs(8.1, _OWN_DRAFT)),
-    "2 cores, fast memory, our kernels, 1.5B by 0.5B": (stairs(36, _OWN_TARGET), stairs(8.1, _OWN_DRAFT)),
     "2 cores of Zen 4, fast memory, our kernels, 1.5B by 0.5B": (
         stairs(20.5, _OWN_TARGET_FAST),
         stairs(5.5, _OWN_DRAFT_FAST),
@@ -427,8 +379,6 @@ MACHINES = {
         stairs(32, _ZEN_5_APART_TARGET),
         stairs(4.8, _ZEN_5_APART_DRAFT),
     ),
-    "flat to 8 rows, 3B by 0.5B": (stairs(40, _FLAT), stairs(7, _FLAT)),
-    "flat to 8 rows, 7B by 0.5B": (stairs(90, _FLAT), stairs(7, _FLAT)),
     "every row costs alike": (stairs(145, _STEEP), stairs(26, _STEEP)),
 }
 
@@ -449,106 +399,26 @@ def replay_all(
 
 
 def compare(target: CostTable, draft: CostTable, recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
-    """Rows of the result for one machine: speed relative to plain decoding, by family and policy; oracle included.
+    """Rows of the result for one machine: speed of `auto` in times the speed of `off`, by family and temperature.
 
-    Mode `auto` learns from one answer for the next, so its seconds are means over several orders of the recordings.
+    Since `auto` learns from one answer for the next, its seconds are means over several orders of the recordings.
     """
-    policies = {"plain": SpeculationParams(mode="off")}
-    policies |= {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in FIXED}
-    policies |= {
-        "adaptive, model": SpeculationParams(15, mode="auto", drafter="model"),
-        "adaptive": SpeculationParams(15, mode="auto"),
-    }
-    seconds: dict[str, list[float]] = {}
-    for name, policy in policies.items():
-        seeds = range(1, (orders if policy.mode == "auto" else 1) + 1)
-        runs = [replay_all(target, draft, policy, recordings, seed) for seed in seeds]
-        seconds[name] = [mean(times) for times in zip(*runs, strict=True)]
-    costs = PassCosts(target), PassCosts(draft)
-    seconds["oracle, model"] = [oracle(recording, *costs) for recording in recordings]
-    families = dict.fromkeys((r.name if r.family == "synthetic" else r.family, r.temperature) for r in recordings)
-    for family, temperature in families:
-        mine = [i for i, r in enumerate(recordings) if family in {r.family, r.name} and r.temperature == temperature]
-        ratios = {name: [seconds["plain"][i] / times[i] for i in mine] for name, times in seconds.items()}
-        for name, values in ratios.items():
-            yield {
-                "family": family,
-                "temperature": temperature,
-                "mode": name,
-                "ratio": round(mean(values), 3),
-                "spread": [round(min(values), 3), round(max(values), 3)],
-                "least": round(min(values), 3),
-                "recordings": len(values),
-            }
-
-
-# Modules of speculation/ whose constants --sensitivity changes, one at a time.
-_CONSTANTS = ("acceptance", "alternatives", "costs", "policy")
-
-
-def constants() -> Iterator[tuple[str, tuple[float, float]]]:
-    """Every number among them, with half and twice of it.
-
-    Of a fading share it is what fades, of a probability the odds, so that both stay shares.
-    """
-    for module in _CONSTANTS:
-        for name, value in vars(import_module(f"specserve.speculation.{module}")).items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            if name.endswith(("_FADE", "_MEMORY")) and value < 1:
-                changed = 1 - (1 - value) * 2, 1 - (1 - value) / 2
-            elif name.endswith(("_FIRST", "_PRIOR", "_LIKELY")):
-                changed = value / (2 - value), 2 * value / (1 + value)
-            elif isinstance(value, int):
-                changed = max(1, value // 2), 2 * value
-            else:
-                changed = value / 2, 2 * value
-            yield f"{module}.{name}", changed
-
-
-@contextmanager
-def constant_set(name: str, value: float) -> Iterator[None]:
-    """A constant of speculation/ has another value for a while."""
-    module, attribute = name.split(".")
-    owner = import_module(f"specserve.speculation.{module}")
-    before = getattr(owner, attribute)
-    setattr(owner, attribute, type(before)(value))
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, before)
-
-
-def sensitivity(machines: list[str], recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
-    """For every constant, the most that half and twice of it change the mean and the slowest recording on a machine."""
-    policies = {"plain": SpeculationParams(mode="off"), "adaptive": SpeculationParams(15, mode="auto")}
-
-    def figures() -> list[tuple[float, float]]:
-        """Mean and slowest recording of each machine, in times plain decoding."""
-        found = []
-        for machine in machines:
-            seconds = {
-                name: [replay_all(*MACHINES[machine], policy, recordings, seed) for seed in range(1, orders + 1)]
-                for name, policy in policies.items()
-            }
-            plain, adaptive = ([mean(times) for times in zip(*runs, strict=True)] for runs in seconds.values())
-            ratios = [before / after for before, after in zip(plain, adaptive, strict=True)]
-            found.append((mean(ratios), min(ratios)))
-        return found
-
-    usual = figures()
-    for name, values in constants():
-        changes = []
-        for value in values:
-            with constant_set(name, value):
-                changes += [
-                    (abs(m - before_m), abs(s - before_s))
-                    for (m, s), (before_m, before_s) in zip(figures(), usual, strict=True)
-                ]
+    plain = replay_all(target, draft, SpeculationParams(mode="off"), recordings, 1)
+    runs = [
+        replay_all(target, draft, SpeculationParams(15, mode="auto"), recordings, seed) for seed in range(1, orders + 1)
+    ]
+    ratios: dict[tuple[str, float], list[float]] = {}
+    for recording, off, *auto in zip(recordings, plain, *runs, strict=True):
+        family = recording.name if recording.family == "synthetic" else recording.family
+        ratios.setdefault((family, recording.temperature), []).append(off / mean(auto))
+    for (family, temperature), values in sorted(ratios.items(), key=lambda row: (row[0][0] in PROCESSES, *row[0])):
         yield {
-            "constant": f"`{name}` ({values[0]:.4g}, {values[1]:.4g})",
-            "mean": round(max(change for change, _ in changes), 3),
-            "slowest": round(max(change for _, change in changes), 3),
+            "family": family,
+            "temperature": temperature,
+            "mode": "adaptive",
+            "ratio": round(mean(values), 3),
+            "least": round(min(values), 3),
+            "recordings": len(values),
         }
 
 
@@ -574,21 +444,11 @@ def together(
 
 
 def show(machine: str, rows: list[dict[str, Any]]) -> None:
-    """Print a machine's rows, a policy a column."""
-    table = Table(title=f"SIMULATION: {machine}; mean speed relative to plain decoding, the draft's prefill included")
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    for column in ("family", "T", *modes):
-        table.add_column(column, justify="right")
-    for family, temperature in dict.fromkeys((row["family"], row["temperature"]) for row in rows):
-        here = [row for row in rows if (row["family"], row["temperature"]) == (family, temperature)]
-        mine = {row["mode"]: row["ratio"] for row in here}
-        table.add_row(family, str(temperature), *(f"{mine[mode]:.2f}" for mode in modes))
+    """Print a machine's rows, and what they come to without made-up texts."""
+    print_table(f"SIMULATION: {machine}; times the speed without drafts, draft prefill included", rows)
     recorded = [row for row in rows if row["family"] not in PROCESSES]
-    table.add_section()
-    for name, summary in (("mean of recorded", mean), ("slowest recorded answer", min)):
-        key = "ratio" if summary is mean else "least"
-        table.add_row(name, "", *(f"{summary(r[key] for r in recorded if r['mode'] == mode):.3f}" for mode in modes))
-    Console(width=200).print(table)
+    slowest = min(row["least"] for row in recorded)
+    print(f"recorded texts: mean {mean(row['ratio'] for row in recorded):.3f}, slowest {slowest:.3f}\n")
 
 
 def main() -> None:
@@ -597,7 +457,6 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
     parser.add_argument("--orders", type=int, default=6, help="so many orders of the recordings (%(default)s)")
-    parser.add_argument("--sensitivity", action="store_true", help="what half and twice of each constant change")
     parser.add_argument("--clients", nargs="+", type=int, help="so many recordings at a time instead of one")
     parser.add_argument("--set", nargs="+", default=[], metavar="MODULE.NAME=VALUE", help="constants of speculation/")
     options = parser.parse_args()
@@ -606,13 +465,6 @@ def main() -> None:
         module, name = name.split(".")
         setattr(import_module(f"specserve.speculation.{module}"), name, float(value))
     recorded = read_recordings(options.recordings)
-    if options.sensitivity:
-        rows = []
-        for row in sensitivity(options.machines, recorded, options.orders):
-            print(row)
-            rows.append(row)
-        print_result("simulate", {}, rows, [f"machines: {', '.join(options.machines)}; {options.orders} orders"])
-        return
     if options.clients:
         rows = [
             {"machine": machine, **together(*MACHINES[machine], recorded, clients, options.orders)}
@@ -627,11 +479,9 @@ def main() -> None:
     rows = []
     for machine in options.machines:
         mine = list(compare(*MACHINES[machine], recordings, options.orders))
-        mine.sort(key=lambda row: (row["family"] in PROCESSES, row["family"], row["temperature"]))
         show(machine, mine)
         rows += [{"machine": machine, **row} for row in mine]
-    notes = ["simulated: recorded answers, measured or assumed costs; the oracle knows which draft tokens are accepted"]
-    print_result("simulate", {}, rows, notes)
+    print_result("simulate", {}, rows, ["simulated: recorded answers, measured or assumed costs"])
 
 
 if __name__ == "__main__":

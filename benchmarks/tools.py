@@ -1,16 +1,15 @@
-"""Are tool calls always valid, the same with and without speculation, and how much sooner are they written?
+"""Are tool calls always valid, the same with and without speculation, and how much faster are they written?
 
 Every task of prompts/tools.yaml is asked with a required call, with `auto` and by name, whole and streamed, greedily
 and at temperature 0.8, with adaptive speculation and with none. A call is valid if its name is a tool's that was sent,
 and its arguments parse and follow that one's schema.
 
-    .venv/bin/python benchmarks/tools.py [--config FILE] [--requests 400] [--port P] [--running] [--quick]
+    .venv/bin/python benchmarks/tools.py [--config FILE] [--requests 400] [--port P] [--quick]
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from common import PROMPTS, Row, argument_parser, print_result, print_table
-from servers import Endpoint, specserve_endpoint, start_specserve
+from servers import Endpoint, start_specserve
 from specserve.config import load_yaml
 
 PORT = 9080
@@ -49,20 +48,18 @@ class Ask:
 
 @dataclass
 class Answer:
-    """The calls of an answer by index, its text, why it ended, and its times in seconds."""
+    """The calls of an answer by index, its text, why it ended, its tokens, and the seconds of decoding them."""
 
     calls: dict[int, list[str]] = field(default_factory=dict)
     text: str = ""
     reason: str = ""
     tokens: int = 0
     decode: float = 0.0
-    first_call: float | None = None
 
-    def add(self, message: dict[str, Any], now: float) -> None:
+    def add(self, message: dict[str, Any]) -> None:
         """Add a message, or a delta of one."""
         self.text += message.get("content") or ""
         for index, call in enumerate(message.get("tool_calls") or ()):
-            self.first_call = self.first_call or now
             name, arguments = call["function"].get("name", ""), call["function"]["arguments"]
             there = self.calls.setdefault(call.get("index", index), ["", ""])
             there[:] = there[0] + name, there[1] + arguments
@@ -101,7 +98,7 @@ def asks() -> Iterator[Ask]:
 def send(endpoint: Endpoint, ask: Ask, mode: str) -> Answer:
     """Send a request and read the answer."""
     body = {**ask.body, "speculation": {"mode": mode, "pool": ""}}
-    answer, begun = Answer(), time.perf_counter()
+    answer = Answer()
     with requests.post(f"{endpoint.url}/v1/chat/completions", json=body, stream=ask.stream, timeout=600) as response:
         if response.status_code != requests.codes.ok:
             raise SystemExit(f"{ask.task}: {response.status_code} {response.text}")
@@ -112,7 +109,7 @@ def send(endpoint: Endpoint, ask: Ask, mode: str) -> Answer:
                 continue
             event = json.loads(data)
             for choice in event["choices"]:
-                answer.add(choice.get("message") or choice.get("delta"), time.perf_counter() - begun)
+                answer.add(choice.get("message") or choice.get("delta"))
                 answer.reason = choice["finish_reason"] or answer.reason
             if event.get("speculation"):
                 seconds = event["speculation"]["seconds"]
@@ -148,10 +145,6 @@ def summarise(choice: str, temperature: float, pairs: list[tuple[Ask, dict[str, 
         for both in answers
         if both["auto"].decode and both["off"].decode
     ]
-    firsts = [
-        (both["off"].first_call, both["auto"].first_call) for (ask, both) in pairs if ask.stream and both["auto"].calls
-    ]
-    ahead = [off - auto for off, auto in firsts if off is not None and auto is not None]
     return {
         "choice": choice,
         "temperature": temperature,
@@ -162,7 +155,6 @@ def summarise(choice: str, temperature: float, pairs: list[tuple[Ask, dict[str, 
         "same as plain": sum((b["auto"].calls, b["auto"].text) == (b["off"].calls, b["off"].text) for b in answers),
         "answers": len(pairs),
         "ratio": round(median(ratios), 3) if ratios else None,
-        "call begins sooner, ms": round(1000 * median(ahead)) if ahead else None,
     }
 
 
@@ -171,13 +163,11 @@ def main() -> None:
     parser = argument_parser(__doc__, quick="every 23rd of the requests")
     parser.add_argument("--requests", type=int, default=400, help="how many, both modes together (default: 400)")
     parser.add_argument("--port", type=int, default=PORT, help=f"five ports from this one on (default: {PORT})")
-    parser.add_argument("--running", action="store_true", help="use the server without tokens that already runs there")
     options = parser.parse_args()
     chosen = list(islice(asks(), 0, options.requests // len(MODES), 23 if options.quick else 1))
     results: dict[tuple[str, float], list[tuple[Ask, dict[str, Answer]]]] = {}
     with ExitStack() as stack:
-        port = options.port
-        endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
+        endpoint = start_specserve(stack, options.config, options.port)
         for ask in track(chosen, "requests", console=Console(stderr=True)):
             # Neither mode reads the prompt for the other.
             send(endpoint, replace(ask, body={**ask.body, "max_tokens": 1}), "off")

@@ -1,18 +1,16 @@
-"""What can one client's request cost, and how long is the longest pause of another client's stream meanwhile?
+"""How long is the longest pause of a client's stream during another client's request, and what memory does that take?
 
 Every quantity that a request controls has a case, sent through TorchServe while a second client reads a stream, and
 named after the limit that holds it. A pause counts whole, with the round that it stands for: the first line is the
 stream alone. Beside cases for newcomers that client sends short prompts instead, one after the other, and waits for
 their first tokens. A client that is not answered in time leaves. RESULTS.md has the longest.
 
-    .venv/bin/python benchmarks/worst_cases.py [--config FILE] [--quick] [--port P] [--running] \
-        [--only WORD ...] [--seconds N]
+    .venv/bin/python benchmarks/worst_cases.py [--config FILE] [--quick] [--port P] [--only WORD ...]
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections import Counter
@@ -24,10 +22,11 @@ from itertools import pairwise
 from typing import Any, Self
 
 import requests
+from rich.console import Console
+from rich.progress import track
 
-from common import argument_parser, print_result
-from servers import Endpoint, random_words, specserve_endpoint, start_specserve
-from specserve.cli.torchserve_process import State
+from common import argument_parser, print_result, print_table
+from servers import Endpoint, random_words, start_specserve
 from specserve.config import load_yaml
 
 Body = dict[str, Any]
@@ -35,11 +34,6 @@ Body = dict[str, Any]
 PORT = 9080
 # Pieces of a stream after which a case begins.
 BEGUN = 5
-# The prompt family of all cases, and what Prometheus reads of their time.
-FAMILY = "case"
-ROUND_SECONDS = re.compile(
-    rf'^specserve_(?:draft|target|other)_seconds_total{{.*family="{FAMILY}".*}} (\S+)', re.MULTILINE
-)
 # The most drafts a round that a request may ask for, `max_gamma` of the published configurations.
 MOST_DRAFTS = 15
 CHAT, COMPLETION = "v1/chat/completions", "v1/completions"
@@ -315,40 +309,41 @@ CASES = [
 class Measure:
     """Sends cases beside a stream, and notes what they cost."""
 
-    def __init__(self, endpoint: Endpoint, metrics: str, seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, seconds: float) -> None:
         self._endpoint = endpoint
-        self._metrics = metrics
         self._seconds = seconds
-        self._round_seconds = self._total_round_seconds()
 
     def alone(self, name: str, limit: str, *, newcomers: bool = False) -> dict[str, Any]:
         """The other client by itself, for five seconds."""
 
-        def wait() -> tuple[str, int]:
+        def wait() -> str:
             time.sleep(5)
-            return "", 0
+            return ""
 
         return self._beside(name, limit, wait, newcomers=newcomers)
 
     def case(self, one: Case) -> dict[str, Any]:
         """One request, or copies of it, to the answer or until the client leaves."""
+        # A case that the client has left may still be running.
+        while requests.get(f"{self._endpoint.url}/v1/speculation", timeout=60).json()["sequences"]["live"]:
+            time.sleep(0.1)
         sent = one.body()
-        body = json.dumps(sent | {"metadata": {"prompt_family": FAMILY}})
+        body = json.dumps(sent)
         for before in [sent] * one.cached + [one.body()] * one.displaced:
             first = before | {"n": 1, "max_tokens": 1}
             requests.post(f"{self._endpoint.url}/{one.route}", json=first, timeout=600).raise_for_status()
 
-        def send() -> tuple[str, int]:
+        def send() -> str:
             with ThreadPoolExecutor(one.copies) as pool:
-                answers = list(pool.map(lambda _: self._send(one.route, body), range(one.copies)))
-            outcomes = Counter(outcome for outcome, _ in answers)
-            told = ", ".join(f"{count} times {outcome}" for outcome, count in outcomes.items())
-            return (told if one.copies > 1 else answers[0][0]), sum(size for _, size in answers)
+                outcomes = Counter(pool.map(lambda _: self._send(one.route, body), range(one.copies)))
+            if one.copies == 1:
+                return next(iter(outcomes))
+            return ", ".join(f"{count} times {outcome}" for outcome, count in outcomes.items())
 
         return self._beside(one.name, one.limit, send, newcomers=one.newcomers)
 
-    def _send(self, route: str, body: str) -> tuple[str, int]:
-        """What became of a request, and the bytes of its answer."""
+    def _send(self, route: str, body: str) -> str:
+        """What became of a request."""
         try:
             response = requests.post(
                 f"{self._endpoint.url}/{route}",
@@ -358,21 +353,21 @@ class Measure:
             )
         except (requests.exceptions.Timeout, requests.exceptions.ConnectionError):
             # The second where the body had begun to come.
-            return "left", 0
+            return "left"
         outcome = str(response.status_code)
         if response.status_code == requests.codes.ok and "error" in response.json():
             outcome += ", " + str(response.json()["error"]["code"])
-        return outcome, len(response.content)
+        return outcome
 
-    def _beside(self, name: str, limit: str, act: Callable[[], tuple[str, int]], *, newcomers: bool) -> dict[str, Any]:
+    def _beside(self, name: str, limit: str, act: Callable[[], str], *, newcomers: bool) -> dict[str, Any]:
         """One row of the table: what an act has brought, and what it cost."""
         with Stream(self._endpoint.url, newcomers=newcomers) as stream:
             begun, held = time.monotonic(), self._endpoint.resident_mib()
-            answer, size = act()
+            answer = act()
             ended = time.monotonic()
             # What an answer holds up may be seen a piece later.
             time.sleep(0.5)
-            row = {
+            return {
                 "case": name,
                 "limit": limit,
                 "newcomers": newcomers,
@@ -380,58 +375,22 @@ class Measure:
                 "seconds": round(ended - begun, 2),
                 "longest_gap": round(stream.longest_gap(begun, ended), 3),
                 "mebibytes": self._endpoint.resident_mib() - held,
-                "kilobytes_out": round(size / 1000),
             }
-        before, self._round_seconds = self._round_seconds, self._total_round_seconds()
-        return row | {"engine_seconds": round(self._round_seconds - before, 2)}
-
-    def _total_round_seconds(self) -> float:
-        """The cases' share of all rounds in the engine's thread, once none of them is running."""
-        while requests.get(f"{self._endpoint.url}/v1/speculation", timeout=60).json()["sequences"]["live"]:
-            time.sleep(0.1)
-        # TorchServe reads the worker's metrics a moment later.
-        time.sleep(0.5)
-        return sum(map(float, ROUND_SECONDS.findall(requests.get(self._metrics, timeout=60).text)))
-
-
-def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
-    cells = [
-        row["answer"],
-        f"{row['seconds']:.1f}",
-        f"{row['longest_gap']:.2f}",
-        f"{row['engine_seconds']:.1f}",
-        row["mebibytes"],
-        row["kilobytes_out"],
-    ]
-    print(f"| {row['case']} | {row['limit']} | " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def main() -> None:
     """Run all cases, or the selected ones, and print one JSON object."""
     parser = argument_parser(__doc__, quick="clients wait for 5 seconds")
     parser.add_argument("--port", type=int, default=PORT, help=f"five ports from this one on (default: {PORT})")
-    parser.add_argument("--running", action="store_true", help="use the server without tokens that already runs there")
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names contain one of these words")
-    parser.add_argument("--seconds", type=float, help="how long a client waits (default: 20, with --quick 5)")
     options = parser.parse_args()
-    rows = []
     with ExitStack() as stack:
-        port = options.port
-        endpoint = specserve_endpoint(port) if options.running else start_specserve(stack, options.config, port)
-        metrics = f"http://127.0.0.1:{State(port).ports.metrics}/metrics"
-        measure = Measure(endpoint, metrics, options.seconds or (5 if options.quick else 20))
-        columns = "request | bounded by | answer | seconds | longest gap of the other stream, or wait of a newcomer, s"
-        print(f"| {columns} | share of the engine's thread, s | MiB more | kB out |")
-        print("|---|---|---|---|---|---|---|---|")
-        rows.append(measure.alone("none: the other stream alone", ""))
+        measure = Measure(start_specserve(stack, options.config, options.port), 5 if options.quick else 20)
+        rows = [measure.alone("none: the other stream alone", "")]
         rows.append(measure.alone("none: newcomers alone", "", newcomers=True))
-        for row in rows:
-            show(row)
-        for case in CASES:
-            if any(word in case.name for word in options.only):
-                rows.append(measure.case(case))
-                show(rows[-1])
+        cases = [case for case in CASES if any(word in case.name for word in options.only)]
+        rows += [measure.case(case) for case in track(cases, "cases", console=Console(stderr=True))]
+    print_table("requests, and the longest gap of the other stream or wait of a newcomer", rows, omit=["newcomers"])
     _, handler = load_yaml(options.config)
     print_result("worst_cases", {"target": handler.model_id}, rows, ["seconds; MiB of the worker's resident memory"])
 

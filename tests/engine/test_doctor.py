@@ -5,28 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from costs import proportional
-from fake_engine import FakeEngine, NoEndToken
-from fake_pair import VOCABULARY, FakePair
 from server import free_ports, tiny
-from specserve.cli import doctor
-from specserve.cli.doctor import check_costs, check_greedy, check_port, check_software, check_threads, greedy_answer
+from specserve.cli.doctor import check_costs, check_port, check_software
 from specserve.cli.torchserve_process import State
-from specserve.engine.base import FloatArray, Row
-from specserve.engine.invariance import Invariance
-from specserve.engine.kv_cache import KVCache
-from specserve.engine.llama_model import LlamaModel
-from specserve.machine import Usable
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = ["machine", "software", "port", "kernels", "repeating", "threads", "pair", "costs", "greedy"]
-REPEATS = Invariance(0.0, None)
+TOPICS = ["machine", "software", "port", "kernels", "repeating", "pair", "costs"]
 
 
 def test_every_check_reports_a_finding() -> None:
@@ -37,8 +26,7 @@ def test_every_check_reports_a_finding() -> None:
     assert list(found) == TOPICS
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
-    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs", "threads"})
-    assert found["greedy"]["facts"]["first_difference"] is None
+    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs"})
 
 
 def test_check_port_names_a_port_in_use() -> None:
@@ -68,50 +56,3 @@ def test_check_costs_finds_a_draft_slower_than_half_a_target_step() -> None:
         assert found.well is well
         assert ("choose a smaller draft" in found.sentence) is not well
         assert found.facts["draft_share"] == pytest.approx(draft / 0.01)
-
-
-@dataclass
-class Threads:
-    """A stub for an engine with a number of threads."""
-
-    count: int
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def test_check_threads_advises_a_faster_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: Usable((0, 1, 2, 3), 4))
-    monkeypatch.setattr(doctor, "one_slot_engine", lambda _model, count: Threads(count))
-    for slower, well in ((1.0, True), (1.5, False)):
-        milliseconds = {2: 20, 4: 20, 8: 20 * slower}
-        monkeypatch.setattr(doctor, "pass_seconds", lambda engine: milliseconds[engine.count] / 1000)  # noqa: B023
-        found = check_threads(cast("LlamaModel", None), 8)
-        assert found.well is well
-        assert ("set `threads: 4`" in found.sentence) is not well
-
-
-class DependsOnRows(FakeEngine):
-    """A target with other logits in passes that verify drafts."""
-
-    def forward(self, rows: list[Row]) -> FloatArray:
-        logits = super().forward(rows)
-        return -logits if len(logits) > 1 else logits
-
-
-def test_check_greedy_finds_an_answer_that_drafts_change() -> None:
-    for target, well in ((FakeEngine, True), (DependsOnRows, False)):
-        pair = FakePair(vocabulary=NoEndToken(VOCABULARY))
-        cache = KVCache(target(vocabulary=VOCABULARY, n_slots=1))
-        plain, drafted = (greedy_answer(cache, pair.drafters, [3, 1, 4], gamma) for gamma in (0, 3))
-        assert len(pair.draft.decoded) > 0
-        found = check_greedy(plain, drafted, REPEATS)
-        assert found.well is well
-        assert ("please report this" in found.sentence) is not well
-
-
-def test_check_greedy_excuses_a_difference_where_logits_do_not_repeat() -> None:
-    found = check_greedy([5, 6, 7], [5, 6, 8], REPEATS._replace(alone=0.3))
-    assert found.well
-    assert "at its token 3: a near-tie" in found.sentence
-    assert found.facts == {"tokens": 3, "first_difference": 2}

@@ -1,4 +1,4 @@
-"""The real Qwen2.5-Coder pair of the default configuration, served by TorchServe."""
+"""The real Qwen2.5-Coder pair of the default configuration, served by TorchServe: text, infill, tools and memory."""
 
 from __future__ import annotations
 
@@ -61,16 +61,14 @@ def test_generated_code_parses_and_completes_an_expression(coder: Server) -> Non
     assert complete(coder, PROMPTS["code"], max_tokens=4).choices[0].text.startswith(" a + b")
 
 
-@pytest.mark.parametrize("family", PROMPTS)
-def test_greedy_output_is_the_same_with_and_without_speculation(coder: Server, family: str) -> None:
+def test_greedy_output_is_the_same_with_and_without_speculation(coder: Server) -> None:
     """Exactly the same: with our kernels a row's logits do not depend on the number of rows in a pass."""
-    plain = complete(coder, PROMPTS[family], mode="off")
-    adaptive = complete(coder, PROMPTS[family], mode="auto")
-    speculative = complete(coder, PROMPTS[family], mode="fixed")
-    assert speculative.choices[0].text == adaptive.choices[0].text == plain.choices[0].text
-    statistics = speculative.model_extra["speculation"]
-    assert statistics["accepted_tokens"] > 0
-    assert statistics["rounds"] < plain.model_extra["speculation"]["rounds"]
+    for family, prompt in PROMPTS.items():
+        plain, adaptive, speculative = (complete(coder, prompt, mode=mode) for mode in ("off", "auto", "fixed"))
+        assert speculative.choices[0].text == adaptive.choices[0].text == plain.choices[0].text, family
+        statistics = speculative.model_extra["speculation"]
+        assert statistics["accepted_tokens"] > 0, family
+        assert statistics["rounds"] < plain.model_extra["speculation"]["rounds"], family
 
 
 def test_an_empty_suffix_is_fill_in_the_middle_at_the_end_of_a_file(coder: Server) -> None:
@@ -115,8 +113,7 @@ BY_NAME: Any = {"type": "function", "function": {"name": "get_weather"}}
 QUESTION: Any = {"role": "user", "content": "What is the weather in Rome?"}
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("choice", ["required", BY_NAME, "auto"])
+@pytest.mark.parametrize(("choice", "temperature"), [("required", 0), (BY_NAME, 0.8), ("auto", 0)])
 def test_a_tool_is_called_whole_and_streamed(coder: Server, choice: Any, temperature: float) -> None:
     fields: Any = {
         "model": "qwen2.5-coder-1.5b-instruct",
@@ -216,3 +213,41 @@ def test_responses_and_messages_call_the_tool_that_chats_call(coder: Server) -> 
     ).json()["content"]
     assert "31" in text["text"]
     assert text["text"] == follows.output_text
+
+
+# As llama.cpp's plug-ins for editors ask.
+OTHER_FILE = {"filename": "shapes.py", "text": "def area_of_rectangle(width, height):\n    return width * height\n"}
+GAP: dict[str, Any] = {
+    "input_prefix": "from shapes import area_of_rectangle\n\n\ndef area_of_square(side):\n",
+    "input_suffix": "\n\n\nprint(area_of_square(3))\n",
+    "input_extra": [OTHER_FILE],
+    "prompt": "    return area_of_",
+    "n_predict": 32,
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.99,
+    "samplers": ["top_k", "top_p", "infill"],
+    "t_max_predict_ms": 5000,
+}
+
+
+def test_the_gap_is_filled_by_what_another_file_says(coder: Server) -> None:
+    warm = {"input_prefix": "", "input_suffix": "", "input_extra": [OTHER_FILE], "n_predict": 0}
+    assert coder.post({**warm, "response_fields": [""]}, route="/infill").json() == {}
+    answer = coder.post(GAP, route="/infill").json()
+    assert answer["content"].strip() == "rectangle(side, side)"
+    assert answer["stop_type"] == "eos"
+    # The other file was prefilled before.
+    assert answer["timings"]["cache_n"] > 20
+    off = coder.post({**GAP, "speculation": {"mode": "off"}}, route="/infill").json()
+    assert off["content"] == answer["content"]
+
+
+def test_a_line_that_is_indented_too_little_ends_the_text(coder: Server) -> None:
+    fields = {"prompt": "", "input_suffix": "", "n_predict": 120, "ignore_eos": True}
+    free = coder.post({**GAP, **fields, "n_indent": 0}, route="/infill").json()["content"]
+    kept = coder.post({**GAP, **fields, "n_indent": 4}, route="/infill").json()["content"]
+    assert free.startswith(kept)
+    lines = kept.split("\n")[1:]
+    assert all(line.startswith("    ") for line in lines[:-1])
+    assert not lines[-1].strip()

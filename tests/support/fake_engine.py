@@ -239,10 +239,6 @@ class FakeVocabulary:
 class NoEndToken(FakeVocabulary):
     """A vocabulary in which no token ends an answer."""
 
-    def file_separators(self) -> tuple[int | None, int | None]:
-        """Return None: there are none."""
-        return None, None
-
     def is_end_token(self, token: int) -> bool:
         """Return False."""
         del token

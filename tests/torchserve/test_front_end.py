@@ -1,4 +1,4 @@
-"""TorchServe's front end beside two victims: whatever comes in by HTTP or gRPC changes nobody else's answer."""
+"""TorchServe's front end without tokens: nothing that comes in changes other answers, and keys tell clients apart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import grpc
@@ -18,10 +19,11 @@ import pytest
 import requests
 
 from server import PATIENCE_SECONDS, Server, running, worker
+from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
-SEED, FUZZ_SECONDS = 54, 20
+SEED, FUZZ_SECONDS = 54, 10
 VICTIM = {"prompt": "The quick brown fox", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 # Those that mean something to TorchServe or to the handler, and those that mean nothing.
 NAMES = ["authorization", "Authorization", "x-api-key", "body", "data", "url_path", "explain", "host", "content-type"]
@@ -29,13 +31,17 @@ NAMES += ["ts_stream_next", "ts_request_sequence_id", "x-request-id", "model_nam
 VALUES = ["", "x", "{}", "[]", "null", "v1/models", "true", "a" * 3000, "é€", "%00%ED%A0%80", '{"prompt": "a", "n": 2}']
 ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/models", "", "/%0d%0aa: b", "/é/%ff"]
 SERVICE = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/"
+# Of the header that has a client's key.
+SPELLINGS = ["Authorization", "authorization", "AUTHORIZATION"]
+_numbers = count()
 GRPC_SENTENCE = "send the request as JSON by HTTP"
 
 
 @pytest.fixture(scope="module")
-def open_server() -> Iterator[Server]:
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that takes any Authorization, or none; its worker must not be restarted."""
-    with running("--no-auth") as server:
+    config = tiny_config(tmp_path_factory.mktemp("config"), handler={"responses_store": 100})
+    with running("--no-auth", config=config) as server:
         before = worker(server.state).pid
         yield server
         assert worker(server.state).pid == before, "the worker was restarted"
@@ -155,3 +161,45 @@ def test_nothing_that_comes_in_changes_the_answers_beside_it(open_server: Server
         finally:
             ended.set()
         assert all(future.result() > 0 for future in victims)
+
+
+def keys() -> tuple[str, str]:
+    """Two keys that no other test has used."""
+    return f"Bearer mine-{next(_numbers)}", f"Bearer other-{next(_numbers)}"
+
+
+def post(server: Server, route: str, spelling: str, key: str, body: dict[str, Any]) -> requests.Response:
+    return requests.post(server.url + route, json=body, headers={spelling: key}, timeout=PATIENCE_SECONDS)
+
+
+def test_lookups_find_what_the_same_key_wrote_alone(open_server: Server) -> None:
+    speculation = {"mode": "fixed", "gamma": 8, "drafter": "lookup"}
+    body = {"prompt": "abcd", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "speculation": speculation}
+    for spelling in SPELLINGS:
+        mine, other = keys()
+        sent = [("Authorization", mine), (spelling, other), (spelling, mine)]
+        answers = [post(open_server, "/v1/completions", *name_and_key, body).json() for name_and_key in sent]
+        alone, others, after = (answer["speculation"]["accepted_tokens"] for answer in answers)
+        assert others == alone
+        assert after > alone + 20
+
+
+def test_a_kept_response_is_continued_by_the_same_key_alone(open_server: Server) -> None:
+    body = {"input": "Hello", "max_output_tokens": 4, "temperature": 0}
+    for spelling in SPELLINGS:
+        mine, other = keys()
+        kept = post(open_server, "/v1/responses", "Authorization", mine, body).json()["id"]
+        asked = {**body, "previous_response_id": kept}
+        refused, continued = (post(open_server, "/v1/responses", spelling, key, asked) for key in (other, mine))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+        assert continued.status_code == 200
+
+
+def test_cached_tokens_are_those_that_the_same_key_sent(open_server: Server) -> None:
+    for spelling in SPELLINGS:
+        mine, other = keys()
+        body = {"prompt": f"What only the first of them knows, {mine}: " * 3, "max_tokens": 1, "temperature": 0}
+        sent = [("Authorization", mine), (spelling, other), (spelling, mine)]
+        answers = [post(open_server, "/v1/completions", *name_and_key, body).json()["usage"] for name_and_key in sent]
+        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
+        assert cached == [0, 0, answers[0]["prompt_tokens"] - 1]

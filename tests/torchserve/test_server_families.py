@@ -1,11 +1,10 @@
-"""TorchServe with a Llama (SentencePiece) and a GPT-2 pair; test_server.py has a Qwen2 pair."""
+"""TorchServe with a Llama pair (SentencePiece); test_server.py has a Qwen2 pair."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from server import Server, running
@@ -16,14 +15,9 @@ pytestmark = pytest.mark.server
 CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0}
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def server(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(config=tiny_config(tmp_path_factory.mktemp("config"), family)) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(config=tiny_config(tmp_path_factory.mktemp("config"), "llama")) as server:
         yield server
 
 
@@ -34,8 +28,9 @@ def complete(server: Server, **changes: Any) -> Any:
 
 
 def test_speculation_does_not_change_greedy_output(server: Server) -> None:
-    plain = complete(server, extra_body={"speculation": {"mode": "off"}})
-    speculative = complete(server)
+    plain = complete(server, extra_body={"speculation": {"mode": "off"}}, max_tokens=60)
+    # Lookups alone may be right every time.
+    speculative = complete(server, extra_body={"speculation": {"drafter": "model"}}, max_tokens=60)
     assert len(plain.choices[0].text) > 24
     assert speculative.choices[0].text == plain.choices[0].text
     statistics = speculative.model_extra["speculation"]
@@ -49,18 +44,8 @@ def test_a_stream_has_the_text_of_the_whole_response(server: Server) -> None:
         assert streamed == complete(server, **fields).choices[0].text
 
 
-def test_a_chat_uses_the_models_template_and_without_one_is_a_400(server: Server, family: str) -> None:
+def test_a_chat_uses_the_models_template(server: Server) -> None:
     completions = server.client().chat.completions
-    if family == "gpt2":
-        with pytest.raises(openai.BadRequestError) as caught:
-            completions.create(**CHAT)
-        assert caught.value.body == {
-            "message": "This model has no chat template; use v1/completions.",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "unsupported_value",
-        }
-        return
     whole = completions.create(**CHAT)
     assert whole.choices[0].message.content
     # The rendered messages as a plain prompt have the same output.

@@ -27,7 +27,7 @@ from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
-hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+hundreds = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 dozens = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ANYTHING = st.tuples(st.just(COMPLETIONS), completions | anything) | st.tuples(st.just(CHATS), chats | anything)

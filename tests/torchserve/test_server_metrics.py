@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from server import PROJECT, Server, running, until, worker
+from server import PROJECT, Server, until, worker
 from specserve.observability.metrics import ALL
 from streams import GREEDY
-from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
 BODY = {"prompt": "The quick brown fox", "max_tokens": 40, "ignore_eos": True, "metadata": {"prompt_family": "fox"}}
+TRACE = "qwen-1.0.jsonl"
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 
 
@@ -71,36 +70,29 @@ def test_v1_speculation_reports_models_costs_and_limits(server: Server) -> None:
     assert status["limits"]["max_wait_ms"] >= 250
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that writes a trace, and the file of that trace."""
-    directory = tmp_path_factory.mktemp("trace")
-    with running(config=tiny_config(directory, handler={"trace": str(directory)})) as server:
-        yield server, directory / "qwen-1.0.jsonl"
-
-
-def test_a_trace_has_every_round_of_an_answer_and_its_accepted_drafts(traced: tuple[Server, Path]) -> None:
-    server, file = traced
-    answer = server.post(BODY).json()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    rounds = [line for line in lines if line["event"] == "round" and line["family"] == "fox"]
+def test_a_trace_has_every_round_of_an_answer_and_its_accepted_drafts(server: Server, traces: Path) -> None:
+    answer = server.post(BODY | {"metadata": {"prompt_family": "traced"}}).json()
+    lines = [json.loads(line) for line in (traces / TRACE).read_text().splitlines()]
+    rounds = [line for line in lines if line["event"] == "round" and line["family"] == "traced"]
     assert sum(line["tokens"] for line in rounds) == answer["usage"]["completion_tokens"]
     # The trace has the round that ends the prefill; `rounds` counts decode rounds only.
     assert len(rounds) == answer["speculation"]["rounds"] + 1
     assert sum(line["accepted"] for line in rounds) == answer["speculation"]["accepted_tokens"]
-    assert [line["reason"] for line in lines if line["event"] == "end" and line["family"] == "fox"] == ["length"]
+    assert [line["reason"] for line in lines if line["event"] == "end" and line["family"] == "traced"] == ["length"]
 
 
-def test_a_full_disk_ends_the_trace_and_changes_no_answer(traced: tuple[Server, Path]) -> None:
-    server, file = traced
+def test_a_full_disk_ends_the_trace_and_changes_no_answer(server: Server, traces: Path) -> None:
+    file = traces / TRACE
     before = server.post(GREEDY).json()["choices"][0]["text"]
     size = file.stat().st_size
     assert size > 0
     # From here on the operating system lets the worker extend no file, as if the disk were full.
-    worker(server.state).rlimit(psutil.RLIMIT_FSIZE, (size, size))
+    full = worker(server.state)
+    full.rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
     for _ in range(3):
         answer = server.post(GREEDY)
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, before)
+    full.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
     assert file.stat().st_size == size
     until(lambda: server.log().count("qwen-1.0.jsonl stops:") == 1, "one sentence in the log")
     assert "Traceback" not in server.log()

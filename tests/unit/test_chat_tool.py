@@ -82,14 +82,6 @@ def test_a_question_may_begin_with_a_path(monkeypatch: pytest.MonkeyPatch) -> No
     assert "/quit" in shown
 
 
-def test_compare_sends_the_last_question_without_and_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, requests = run_chat(monkeypatch, "/compare\none\n/compare\ntwo\n", chunk(["answer", "model"]), LAST_CHUNK)
-    assert shown.strip().startswith("There is no question yet")
-    assert requests[1:] == [("off", ["one"]), ("auto", ["one"]), ("auto", ["one", "answer", "two"])]
-    assert shown.count("answer") == 4
-    assert shown.index("/plain") < shown.index("/fast")
-
-
 @pytest.mark.parametrize("error", [{"error": {"message": "The context is full."}}, KeyboardInterrupt()])
 def test_chat_continues_after_an_error_or_an_interrupt(monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     shown, requests = run_chat(monkeypatch, "one\ntwo\n", chunk(["begun", "target"]), error)

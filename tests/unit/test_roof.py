@@ -12,12 +12,10 @@ from specserve.engine.kernels import VARIANTS
 from specserve.errors import EnvironmentFailure
 
 
-@pytest.mark.parametrize("variant", SUPPORTED_VARIANTS)
-def test_bandwidth_and_product_rate_are_those_of_a_real_machine(variant: str) -> None:
+def test_bandwidth_and_product_rate_are_those_of_a_real_machine() -> None:
     """Any core reads a megabyte and multiplies a million bytes a second, and none 1e13."""
-    measured = measure_roof(1, variant)
-    assert 1e6 < measured.bytes_per_second < 1e13
-    assert 1e6 < measured.products_per_second < 1e13
+    for variant in SUPPORTED_VARIANTS:
+        assert all(1e6 < rate < 1e13 for rate in measure_roof(1, variant)), variant
 
 
 def test_every_variant_of_our_kernels_has_a_roof() -> None:

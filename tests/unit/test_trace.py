@@ -126,4 +126,4 @@ def test_a_trace_without_rounds_cannot_be_reported(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     for name, reason in (("empty.jsonl", "no round is recorded"), ("missing.jsonl", "cannot be read")):
         with pytest.raises(ConfigError, match=reason):
-            report.summarise([tmp_path / name])
+            report.tables([tmp_path / name])

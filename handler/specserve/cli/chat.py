@@ -14,7 +14,6 @@ import requests
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from specserve.cli.server import base_url, session
@@ -30,7 +29,6 @@ _MODES = {"/fast": "auto", "/plain": "off"}
 _HELP = """\
 /fast     speculate, as the server is configured
 /plain    decode without drafts
-/compare  ask the last question both ways, side by side
 /new      forget the conversation
 /quit     end, as Ctrl-D does; Ctrl-C stops an answer"""
 # A model may write control characters, which a terminal would obey.
@@ -94,8 +92,6 @@ class Chat:
     def _obey(self, line: str) -> None:
         if line in _MODES:
             self._mode = line
-        elif line == "/compare":
-            self._compare()
         elif line == "/new":
             self._messages.clear()
         elif line.startswith("/") and len(line.split()) == 1:
@@ -105,40 +101,29 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         messages = [*self._messages, {"role": "user", "content": question}]
-        text, figures = self._answer(messages, self._mode, show=True)
-        self._messages = [*messages, {"role": "assistant", "content": text.plain}]
+        text, figures = self._answer(messages)
+        self._messages = [*messages, {"role": "assistant", "content": text}]
         self._console.print(f"\n{figures}\n", style="dim", soft_wrap=True)
 
-    def _compare(self) -> None:
-        if not self._messages:
-            raise RequestError("There is no question yet to ask both ways.")
-        table = Table(expand=True, show_footer=True)
-        texts = []
-        for mode in ("/plain", "/fast"):
-            with self._console.status(f"asking {mode}"):
-                text, figures = self._answer(self._messages[:-1], mode)
-            table.add_column(mode, footer=figures, ratio=1, overflow="fold")
-            texts.append(text)
-        table.add_row(*texts)
-        self._console.print(table)
-
-    def _answer(self, messages: list[dict[str, str]], mode: str, *, show: bool = False) -> tuple[Text, str]:
-        """Return an answer, coloured by source, and its figures; as far as it came if it is interrupted."""
-        text, figures = Text(), "stopped"
+    def _answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
+        """Print an answer, coloured by source; returns its text and its figures, as far as it came if interrupted."""
+        text, figures = "", "stopped"
         begun = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(self._chunks(messages, mode)) as chunks:
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(self._chunks(messages)) as chunks:
             for chunk in chunks:
                 if chunk.get("usage"):
                     figures = summary(chunk["usage"], chunk["speculation"], time.monotonic() - begun)
                 for piece, source in (pair for choice in chunk["choices"] for pair in choice["sources"]):
                     segment = Segment(piece.translate(_VISIBLE), _STYLES[source])
-                    text.append(*segment[:2])
-                    if show:
-                        self._console.print(Segments([segment]), end="", soft_wrap=True)
+                    text += segment.text
+                    self._console.print(Segments([segment]), end="", soft_wrap=True)
         return text, figures
 
-    def _chunks(self, messages: list[dict[str, str]], mode: str) -> Generator[dict[str, Any], None, None]:
-        options = {"speculation": {"mode": _MODES[mode], "sources": True}, "stream_options": {"include_usage": True}}
+    def _chunks(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:
+        options = {
+            "speculation": {"mode": _MODES[self._mode], "sources": True},
+            "stream_options": {"include_usage": True},
+        }
         body = {**self._fields, **options, "messages": messages, "stream": True}
         with self._answered("POST", "chat/completions", json=body, stream=True) as answer:
             for line in filter(None, answer.iter_lines()):
@@ -178,7 +163,7 @@ def run(options: Namespace) -> int:
     if options.max_tokens is not None and options.max_tokens < 1:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1.")
     console = Console(highlight=False)
-    # Greedy, so that both answers of /compare are the same text.
+    # Greedy, so that /fast and /plain give the same text.
     fields = {"max_tokens": options.max_tokens, "temperature": 0}
     chat = Chat(State(options.port), options.host, fields, console)
     greeting = chat.greeting()

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -24,30 +23,18 @@ from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.invariance import Invariance, probe
-from specserve.engine.kv_cache import KVCache
+from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
 from specserve.machine import usable_cores
-from specserve.sequence import SamplingParams, SpeculationParams
-from specserve.sequence import Sequence as TokenSequence
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.drafters import Drafters
-from specserve.speculation.measure import measure, prefill, timed
-from specserve.speculation.policy import Controller
-from specserve.speculation.round import run_round
-from specserve.speculation.step import Step
+from specserve.speculation.measure import measure
 
 # Tokens of a context, and rows of a pass.
 _CONTEXT_LENGTH, _MAX_ROWS = 512, 64
-# Tokens in the KV cache when passes are timed, about as many as the prompt and the answer below have; and timings.
-KV_LEN, _TIMINGS = 64, 3
-# The greedy answer: its prompt, its length in tokens, and draft tokens a round.
-_PROMPT, _ANSWER_TOKENS, _GAMMA = "def quicksort(items: list[int]) -> list[int]:\n", 40, 3
-# Speed ratio above measurement noise.
-_FASTER = 1.05
+# Tokens in the KV cache of the passes whose costs are shown.
+KV_LEN = 64
 # Free memory that the weights need, as a multiple of their files.
 _MEMORY_FACTOR = 1.5
 # Share of a target's step above which a draft's step hardly pays.
@@ -88,29 +75,13 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
         model, target = stack.enter_context(_loaded(prepared.target, threads))
         invariance = probe(target)
         yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
-        target_cost = PassCosts(measure(target))
-        yield check_threads(model, threads)
-        if prepared.draft is None:
-            yield check_costs(target_cost, None)
-            return
-        draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
-        check_same_vocabulary(model, draft_model)
-        yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-        draft_cost = PassCosts(measure(draft))
+        target_cost, draft_cost = PassCosts(measure(target)), None
+        if prepared.draft:
+            draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
+            check_same_vocabulary(model, draft_model)
+            yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+            draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
-        drafting = DraftModel(
-            KVCache(draft),
-            draft_cost,
-            window=_CONTEXT_LENGTH // 2,
-            max_rows=_MAX_ROWS,
-            vocabulary=target.width,
-            context_length=_CONTEXT_LENGTH,
-        )
-        controller = Controller(target_cost, draft_cost)
-        drafters = Drafters(controller, model=drafting, vocabulary=target.width, end_tokens=())
-        cache, prompt = KVCache(target), model.encode(_PROMPT)
-        plain, drafted = (greedy_answer(cache, drafters, prompt, gamma) for gamma in (0, _GAMMA))
-        yield check_greedy(plain, drafted, invariance)
 
 
 def check_machine(threads: int, prepared: Prepared) -> Finding:
@@ -184,72 +155,30 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     return Finding("costs", f"{sentence}.", facts=facts)
 
 
-def check_threads(model: LlamaModel, threads: int) -> Finding:
-    """Compare the speed of other numbers of threads."""
-    milliseconds = {}
-    for count in sorted({max(1, threads // 2), threads, usable_cores().threads}):
-        with closing(one_slot_engine(model, count)) as engine:
-            milliseconds[count] = 1000 * pass_seconds(engine)
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    shown = ", ".join(f"{count}: {took:.0f}" for count, took in milliseconds.items())
-    sentence, facts = f"Four rows take, in milliseconds by threads, {shown}", {"milliseconds": milliseconds}
-    if milliseconds[threads] > _FASTER * milliseconds[best]:
-        return Finding("threads", f"{sentence}: set `threads: {best}`.", False, facts)
-    return Finding("threads", f"{sentence}; {threads} is right.", facts=facts)
-
-
-def pass_seconds(engine: LlamaEngine) -> float:
-    """Return the median seconds of a pass of four rows."""
-    prefill(engine, [position % engine.width for position in range(KV_LEN)])
-    timed(engine, KV_LEN, 4)
-    return median(timed(engine, KV_LEN, 4) for _ in range(_TIMINGS))
-
-
-def check_greedy(plain: list[int], drafted: list[int], invariance: Invariance) -> Finding:
-    """Compare a greedy answer that was decoded without drafts to the same with drafts."""
-    position = next((i for i, (ours, theirs) in enumerate(zip(plain, drafted, strict=True)) if ours != theirs), None)
-    facts = {"tokens": len(plain), "first_difference": position}
-    if position is None:
-        sentence = f"A greedy answer of {len(plain)} tokens is the same with and without drafts."
-        return Finding("greedy", sentence, facts=facts)
-    sentence = f"A greedy answer with drafts differs from that without at its token {position + 1}"
-    if invariance.alone == 0:
-        return Finding("greedy", f"{sentence}, though logits repeat: please report this.", False, facts)
-    return Finding("greedy", f"{sentence}: a near-tie, which the number of rows decides (see repeating).", facts=facts)
-
-
-def greedy_answer(target: KVCache, drafters: Drafters, prompt: list[int], gamma: int) -> list[int]:
-    """Return the first tokens of the target's greedy answer, decoded in rounds of `gamma` drafts."""
-    params = SamplingParams(temperature=0), SpeculationParams(gamma, "token")
-    sequence = TokenSequence(prompt, *params, max_tokens=_ANSWER_TOKENS)
-    sequence.slot = 0
-    target.truncate(0, 0)
-    while sequence.remaining > 0:
-        rows = min(len(sequence.tokens) - target.end(0), target.engine.max_rows - gamma)
-        max_drafts = min(gamma, sequence.remaining - 1) if sequence.generated else 0
-        run_round(target, drafters, [Step(sequence, target.end(0), rows, max_drafts)])
-    return sequence.answer
-
-
 @contextmanager
 def _loaded(path: Path, threads: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
-    """Load a model and a context of it, and close both at the end.
+    """Load a model and a context of it for one short sequence, and close both at the end.
 
     Raises:
         ModelLoadError: the model cannot be loaded, or a forward pass failed.
     """
-    with closing(LlamaModel(path)) as model, closing(one_slot_engine(model, threads)) as engine:
+    with (
+        closing(LlamaModel(path)) as model,
+        closing(
+            LlamaEngine(
+                model,
+                n_slots=1,
+                context_length=_CONTEXT_LENGTH,
+                threads=threads,
+                max_rows=_MAX_ROWS,
+                max_logits=_MAX_ROWS,
+            )
+        ) as engine,
+    ):
         try:
             yield model, engine
         except EngineError as error:
             raise ModelLoadError(f"{path}: cannot be measured: {error}") from error
-
-
-def one_slot_engine(model: LlamaModel, threads: int) -> LlamaEngine:
-    """Return a context for one short sequence."""
-    return LlamaEngine(
-        model, n_slots=1, context_length=_CONTEXT_LENGTH, threads=threads, max_rows=_MAX_ROWS, max_logits=_MAX_ROWS
-    )
 
 
 def run(options: Namespace) -> int:

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,67 +44,54 @@ class Sum:
         return [str(self.rounds), str(self.tokens), per_round, str(self.drafted), rate, per_token]
 
 
-@dataclass
-class Report:
-    """The sums of a trace, by what the tables show."""
-
-    families: dict[str, Sum] = field(default_factory=lambda: defaultdict(Sum))
-    # By family and number of draft tokens in the round.
-    gammas: dict[tuple[str, int], Sum] = field(default_factory=lambda: defaultdict(Sum))
-    # By drafter and position in the round, from 1: drafts whose predecessors were all accepted, and those accepted.
-    positions: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-
-    def count(self, entry: dict[str, Any]) -> None:
-        """Add a round of a sequence."""
-        family, drafts, accepted = entry["family"] or "none named", entry["drafts"], entry["accepted"]
-        self.families[family].count(entry)
-        self.gammas[family, len(drafts)].count(entry)
-        for i, drafter in enumerate(drafts[: accepted + 1]):
-            tested = self.positions[drafter, i + 1]
-            tested[0] += 1
-            tested[1] += i < accepted
-
-
-def summarise(traces: Iterable[Path]) -> Report:
-    """Add up the records of trace files; a line that a full disk has truncated is left out.
+def tables(traces: Iterable[Path]) -> list[Table]:
+    """Return the tables of trace files.
 
     Raises:
         ConfigError: a file cannot be read, or none contains a round.
     """
-    report = Report()
+    families: dict[str, Sum] = defaultdict(Sum)
+    gammas: dict[tuple[str, int], Sum] = defaultdict(Sum)
+    # By drafter and position, from 1: drafts whose predecessors were all accepted, and those accepted.
+    positions: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for entry in _rounds(traces):
+        family, drafts, accepted = entry["family"] or "none named", entry["drafts"], entry["accepted"]
+        families[family].count(entry)
+        gammas[family, len(drafts)].count(entry)
+        for i, drafter in enumerate(drafts[: accepted + 1]):
+            tested = positions[drafter, i + 1]
+            tested[0] += 1
+            tested[1] += i < accepted
+    if not families:
+        raise ConfigError("no round is recorded; set `trace` in the model's YAML and ask the server.")
+    by_family = [[family, *found.figures()] for family, found in sorted(families.items())]
+    by_gamma = [[family, str(gamma), *found.figures()] for (family, gamma), found in sorted(gammas.items())]
+    by_position = [
+        [drafter, str(position), str(tested), f"{accepted / tested:.0%}"]
+        for (drafter, position), (tested, accepted) in sorted(positions.items())
+    ]
+    title = "By position in the round, if all drafts before were accepted"
+    return [
+        _table("By prompt family", ("family", *_FIGURES), by_family),
+        _table("By draft length", ("family", "gamma", *_FIGURES), by_gamma),
+        _table(title, ("drafter", "position", "drafted", "accepted"), by_position),
+    ]
+
+
+def _rounds(traces: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the rounds of all files, without a line that a full disk has truncated."""
     for path in traces:
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
-                for entry in _records(file):
+                for line in file:
+                    try:
+                        entry = json.loads(line)
+                    except ValueError:
+                        continue
                     if entry["event"] == "round":
-                        report.count(entry)
+                        yield entry
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-    if not report.gammas:
-        raise ConfigError("no round is recorded; set `trace` in the model's YAML and ask the server.")
-    return report
-
-
-def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
-
-
-def tables(report: Report) -> Iterator[Table]:
-    """Yield the tables."""
-    families = ([family, *found.figures()] for family, found in sorted(report.families.items()))
-    yield _table("By prompt family", ("family", *_FIGURES), families)
-    gammas = ([family, str(gamma), *found.figures()] for (family, gamma), found in sorted(report.gammas.items()))
-    yield _table("By draft length", ("family", "gamma", *_FIGURES), gammas)
-    positions = (
-        [drafter, str(position), str(tested), f"{accepted / tested:.0%}"]
-        for (drafter, position), (tested, accepted) in sorted(report.positions.items())
-    )
-    title = "By position in the round, if all drafts before were accepted"
-    yield _table(title, ("drafter", "position", "drafted", "accepted"), positions)
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
@@ -119,7 +106,7 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Tab
 def run(options: Namespace) -> int:
     """Print the tables and, with --out, write them into a page."""
     console = Console(record=options.out is not None)
-    for table in tables(summarise(options.traces)):
+    for table in tables(options.traces):
         console.print(table)
     if options.out:
         console.save_html(str(options.out))

@@ -31,8 +31,9 @@ _AGED_SECONDS, _TURN_TOKENS = 10.0, 256
 # More pending tokens are a long prefill. Half of the slots may have one at a time; three quarters, if another is
 # shorter than all of these: the others are left to short prompts.
 LONG_PREFILL = 256
-# The most long texts without a slot that are looked at in a round: 3 ms each, if 30,000 tokens of each are cached.
-_EXAMINED = 8
+# The most texts that are looked at in a round and get no slot: long ones, which take 3 ms each if 30,000 tokens of each
+# are cached, and others of a client, whose requests may have thousands of answers.
+_LONG_ONES, _OTHERS = 8, 64
 
 # What a sequence waits for: another one that prefills the same, a long prefill's end, or a slot and cells.
 Obstacle = Literal["prefix", "prefill", "room"]
@@ -130,18 +131,21 @@ class Waiting:
             # The aged sequence for which others make way, and these.
             ahead: Generation | None = None
             leaving: list[Generation] = []
-            examined = 0
+            # How many got no slot: of the long ones, by True, and of each client's.
+            blocked = Counter[str | bool]()
             for generation in self._turns():
-                may_pass = not ahead or (self._cache.free_slots and self._fits_without(leaving, ahead, generation))
-                is_long = len(generation.tokens) > LONG_PREFILL
-                if not may_pass or (is_long and examined == _EXAMINED):
+                client, is_long = generation.info.client, len(generation.tokens) > LONG_PREFILL
+                if (is_long and blocked[True] == _LONG_ONES) or blocked[client] >= _OTHERS:
+                    continue
+                if ahead and not (self._cache.free_slots and self._fits_without(leaving, ahead, generation)):
                     continue
                 obstacle = self._start(generation)
-                if obstacle == "room" and not ahead and self._is_aged(generation):
+                if obstacle == "room" and not ahead and not blocked[client] and self._is_aged(generation):
                     leaving = self._make_way(generation)
                     obstacle = self._start(generation) if leaving else obstacle
                     ahead = generation if leaving and obstacle else None
-                examined += is_long and obstacle is not None
+                blocked[client] += obstacle is not None
+                blocked[True] += is_long and obstacle is not None
                 waits_for_prefix += obstacle == "prefix"
         self._blocked = len(self._queue) - waits_for_prefix
 

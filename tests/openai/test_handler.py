@@ -139,29 +139,10 @@ def test_usage_comes_at_the_end_of_a_stream_or_in_each_chunk_if_asked_for(front_
     assert not any("usage" in chunk for chunk in none)
 
 
-def test_echo_puts_the_prompt_before_the_output(front_end: FrontEnd) -> None:
-    plain, echo = front_end.post(BODY), front_end.post({**BODY, "echo": True})
-    tokens = front_end.post({**BODY, "prompt": [104, 105], "echo": True, "max_tokens": 0})
-    front_end.run()
-    text = front_end.answer(plain)["choices"][0]["text"]
-    assert front_end.answer(echo)["choices"][0]["text"] == "hello" + text
-    assert front_end.answer(tokens)["choices"][0]["text"] == "hi"
-
-
 def test_more_whole_and_streamed_requests_than_slots_all_finish(front_end: FrontEnd) -> None:
     request_ids = [front_end.post({**BODY, "stream": i % 2 == 0, "prompt": f"p{i}"}) for i in range(3 * SLOTS)]
     front_end.run()
     assert set(request_ids) <= front_end.finished
-
-
-def test_an_invalid_request_is_refused_at_once_and_others_continue(front_end: FrontEnd) -> None:
-    valid = front_end.post(BODY)
-    invalid = front_end.post({**BODY, "temperature": 9})
-    front_end.handle_once()
-    assert front_end.status[invalid] == 400
-    assert front_end.answer(invalid)["error"]["param"] == "temperature"
-    front_end.run()
-    assert front_end.status[valid] == 200
 
 
 def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd) -> None:
@@ -637,19 +618,6 @@ def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) 
     assert message["role"] == "assistant"
     assert message["content"] == front_end.answer(completion)["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 12
-
-
-def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(front_end: FrontEnd) -> None:
-    whole, stream = (front_end.post({**CHAT, "stream": s}, "v1/chat/completions") for s in (False, True))
-    front_end.run()
-    events = front_end.events(stream)
-    assert all(event["object"] == "chat.completion.chunk" for event in events)
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert deltas[0]["role"] == "assistant"
-    assert not any("role" in delta for delta in deltas[1:])
-    content = front_end.answer(whole)["choices"][0]["message"]["content"]
-    assert "".join(delta.get("content", "") for delta in deltas) == content
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_chat_without_a_chat_template_is_an_error_that_says_so() -> None:

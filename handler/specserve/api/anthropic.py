@@ -210,7 +210,7 @@ class MessagesResponse(BlocksResponse):
         details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
         return {"type": "error", "error": body | details}
 
-    def _whole(self) -> Event:
+    def _complete(self) -> Event:
         [generation] = self.generations
         reason = self._finish_reason(generation) or "stop"
         stop = generation.stop if reason == "stop" else ""
@@ -262,7 +262,7 @@ class MessagesResponse(BlocksResponse):
             yield {"type": "content_block_stop", "index": block.index}
 
     def _end(self) -> Iterator[Event]:
-        message = self._whole()
+        message = self._complete()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta} | {name: message[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}

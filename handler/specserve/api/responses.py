@@ -144,7 +144,7 @@ class ResponsesResponse(BlocksResponse):
             yield event | {"sequence_number": self._sent}
             self._sent += 1
 
-    def _whole(self) -> Event:
+    def _complete(self) -> Event:
         totals = self._totals()
         usage, [generation] = totals["usage"], self.generations
         output = [self._item(block, done=True) for block in self._blocks]
@@ -254,7 +254,7 @@ class ResponsesResponse(BlocksResponse):
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
     def _end(self) -> Iterator[Event]:
-        response = self._whole()
+        response = self._complete()
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _failure(self, error: RequestError) -> Event:

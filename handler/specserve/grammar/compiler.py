@@ -77,10 +77,6 @@ class GrammarCompiler:
         """Limit the time that all masks of the next round may take in the engine's thread; later ones are deferred."""
         self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
 
-    def json_object(self) -> Constraint:
-        """Return a constraint to any JSON object."""
-        return self.json_schema({"type": "object"})
-
     def json_schema(self, schema: dict[str, Any]) -> Constraint:
         """Return a constraint to JSON that is valid by a schema, with properties in the schema's order.
 

@@ -17,7 +17,7 @@ import llguidance
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.call_form import ThinkingTags
-from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
+from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, in_one_line
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
@@ -204,7 +204,10 @@ class GrammarCompiler:
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
             matcher = self._compile(lark, what, param)
-            compiled = CompiledGrammar(matcher, is_json, self._vocabulary, self._special, self._round_budget, [])
+            end_tokens = frozenset(self._vocabulary.end_tokens())
+            compiled = CompiledGrammar(
+                matcher, is_json, self._vocabulary, end_tokens, self._single_byte, self._round_budget, []
+            )
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
@@ -222,10 +225,9 @@ class GrammarCompiler:
         return matcher
 
     @cached_property
-    def _special(self) -> SpecialTokens:
+    def _single_byte(self) -> dict[int, int]:
         pieces = enumerate(map(self._vocabulary.piece, range(self._vocabulary.size)))
-        single_byte = {piece[0]: token for token, piece in pieces if len(piece) == 1}
-        return SpecialTokens(frozenset(self._vocabulary.end_tokens()), single_byte)
+        return {piece[0]: token for token, piece in pieces if len(piece) == 1}
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:

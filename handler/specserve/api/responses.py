@@ -31,7 +31,7 @@ _KINDS = {
     "local_shell_call": ("lsh", "action", None),
     "apply_patch_call": ("apc", "operation", None),
 }
-# Items of which the client sees the text as it comes; others are written when their JSON is complete.
+# Items whose text is streamed; others are sent once their JSON is complete.
 _STREAMED = {"reasoning", "message", "function_call"}
 # The fields of a request that its response repeats, and what they are without it.
 _ECHOED: Json = {

@@ -51,7 +51,7 @@ class Routes:
     Args:
         config: of the server.
         models: as loaded.
-        scheduler: asked by routes that generate nothing, which therefore may not run during a step of the engine.
+        scheduler: asked by routes that generate nothing; they must not run during an engine step.
         holdback: draws the control group.
         name: of the model in TorchServe, which is one of its ids.
     """

@@ -35,11 +35,11 @@ _FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", **_ESCAPES}
 _EXACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **_ESCAPES}
 # Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
 MAX_TOOLS = 400
-# If more tools cannot be compiled together, the one at fault is not searched for.
+# Search for the tool at fault only among this many.
 _TOOLS_TO_SEARCH = 64
-# What is left out of a tool's schema that cannot be compiled.
+# Keywords to drop from a tool's schema that cannot be compiled.
 _COSTLY = frozenset({"pattern", "format", "patternProperties", "minProperties", "maxProperties", "multipleOf"})
-# If more keywords are relaxed, they are named without their tools.
+# If more keywords are relaxed, name them without their tools.
 _MAX_NAMES = 16
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).

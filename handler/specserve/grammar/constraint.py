@@ -22,8 +22,8 @@ from specserve.sequence import common_prefix
 
 BoolArray = NDArray[np.bool_]
 
-# Positions whose mask and layout are cached, more than two rounds need. A mask takes 19 kB for 151,936 tokens, a layout
-# up to 30 kB.
+# Positions whose masks and layouts are cached: more than two rounds need. A mask takes 19 kB for 151,936 tokens, and a
+# layout up to 30 kB.
 _CACHED_POSITIONS = 64
 # Longest token of forced text, in bytes.
 _MAX_TOKEN_BYTES = 16

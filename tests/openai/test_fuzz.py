@@ -38,7 +38,7 @@ CONFIG = HandlerConfig(
 )
 CHAT_ROUTE = "v1/chat/completions"
 pytestmark = pytest.mark.slow
-thousands = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+thousands = settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -54,16 +54,27 @@ def grammars(vocabulary: LlamaModel) -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
-def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """The response_format that asks for a schema."""
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[Generation]:
+    """The generations of a body of one of the routes."""
+    request = parse_body(body, kind)
+    prompts = [Prompt([1, 2], "")]
+    if kind is InfillRequest:
+        prompts = [infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)]
+        request = request.completion(*prompts)
+    elif kind is CompletionRequest:
+        prompts = Tokenizer(vocabulary, CONFIG).completion(request)
+    else:
+        request = chat_of(request)
+    _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
+    return [generation for group in groups for generation in group]
 
 
-def parse_completion(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[list[Generation]]:
-    """The generations of a completions body."""
-    request = parse_body(body, CompletionRequest)
-    _, groups = resolve(request, Tokenizer(vocabulary, CONFIG).completion(request), vocabulary, grammars, CONFIG)
-    return groups
+def chat_of(request: Any) -> ChatRequest:
+    """The chat that a request of any protocol becomes."""
+    if isinstance(request, ResponsesRequest):
+        return request.chat(request.messages())
+    chat: ChatRequest = request.chat() if isinstance(request, CountRequest) else request
+    return chat
 
 
 def check_refusal(error: RequestError) -> None:
@@ -75,71 +86,31 @@ def check_refusal(error: RequestError) -> None:
     assert len(body["error"]["message"]) < 2000
 
 
+in_bytes = st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode())
+
+
 @thousands
-@given(body=completions | anything)
-def test_a_completions_body_is_served_or_refused(
-    body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
+@given(
+    body_and_kind=st.one_of(
+        st.tuples(completions | anything | in_bytes, st.just(CompletionRequest)),
+        st.tuples(chats | anything, st.just(ChatRequest)),
+        st.tuples(responses | anything, st.just(ResponsesRequest)),
+        st.tuples(messages | anything, st.just(MessagesRequest)),
+        st.tuples(infills | anything, st.just(InfillRequest)),
+    )
+)
+def test_a_body_is_served_or_refused(
+    body_and_kind: tuple[object, type[Any]], vocabulary: LlamaModel, grammars: GrammarCompiler
 ) -> None:
     try:
-        groups = parse_completion(body, vocabulary, grammars)
+        generations = generations_of(*body_and_kind, vocabulary, grammars)
     except RequestError as error:
         check_refusal(error)
-    else:
-        for generation in groups[0]:
-            if generation.constraint is not None:
-                generation.constraint.allowed([])
-
-
-@thousands
-@given(body=chats | anything)
-def test_a_chat_body_is_served_or_refused(body: object, vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
-    try:
-        request = parse_body(body, ChatRequest)
-        resolve(request, [Prompt([1, 2], "")], vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
-    except RequestError as error:
-        check_refusal(error)
-
-
-@thousands
-@given(body=responses | messages | anything)
-def test_a_responses_or_messages_body_becomes_a_chat_or_is_refused(body: object) -> None:
-    kinds: list[Any] = [ResponsesRequest, MessagesRequest]
-    for kind in kinds:
-        with suppress(RequestError):
-            chat_of(body, kind)
-
-
-def chat_of(body: object, kind: Any) -> None:
-    """Parse a body of another protocol, and translate it."""
-    try:
-        request = parse_body(body, kind)
-        request.chat(request.messages()) if kind is ResponsesRequest else request.chat()
-    except RequestError as error:
-        check_refusal(error)
-        raise
-
-
-@thousands
-@given(body=infills | anything)
-def test_an_infill_body_becomes_a_completion_or_is_refused(
-    body: object, vocabulary: LlamaModel, grammars: GrammarCompiler
-) -> None:
-    try:
-        request = parse_body(body, InfillRequest)
-        prompt = infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)
-        _, [[generation]] = resolve(request.completion(prompt), [prompt], vocabulary, grammars, CONFIG)
-    except RequestError as error:
-        check_refusal(error)
-    else:
+        return
+    for generation in generations:
         assert generation.prompt_length + generation.max_tokens <= CONFIG.context_length
-
-
-@thousands
-@given(body=st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode()))
-def test_a_body_of_bytes_is_served_or_refused(body: bytes | str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_body(body, CompletionRequest)
-    check_refusal(caught.value)
+    if (constraint := generations[0].constraint) is not None:
+        constraint.allowed([])
 
 
 OVERSIZED: list[Any] = [
@@ -163,7 +134,7 @@ OVERSIZED: list[Any] = [
 def test_an_oversized_body_is_refused(vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
     for body in OVERSIZED:
         with pytest.raises(RequestError) as caught:
-            parse_completion(body, vocabulary, grammars)
+            generations_of(body, CompletionRequest, vocabulary, grammars)
         check_refusal(caught.value)
 
 
@@ -234,8 +205,4 @@ def test_no_value_of_a_known_field_makes_parsing_fail() -> None:
         for name in sorted(names):
             for value in ODD:
                 with suppress(RequestError):
-                    request = parse_body({**body, name: value}, kind)
-                    if isinstance(request, CountRequest):
-                        request.chat()
-                    elif isinstance(request, ResponsesRequest):
-                        request.chat(request.messages())
+                    chat_of(parse_body({**body, name: value}, kind))

@@ -139,29 +139,10 @@ def test_usage_comes_at_the_end_of_a_stream_or_in_each_chunk_if_asked_for(front_
     assert not any("usage" in chunk for chunk in none)
 
 
-def test_echo_puts_the_prompt_before_the_output(front_end: FrontEnd) -> None:
-    plain, echo = front_end.post(BODY), front_end.post({**BODY, "echo": True})
-    tokens = front_end.post({**BODY, "prompt": [104, 105], "echo": True, "max_tokens": 0})
-    front_end.run()
-    text = front_end.answer(plain)["choices"][0]["text"]
-    assert front_end.answer(echo)["choices"][0]["text"] == "hello" + text
-    assert front_end.answer(tokens)["choices"][0]["text"] == "hi"
-
-
 def test_more_whole_and_streamed_requests_than_slots_all_finish(front_end: FrontEnd) -> None:
     request_ids = [front_end.post({**BODY, "stream": i % 2 == 0, "prompt": f"p{i}"}) for i in range(3 * SLOTS)]
     front_end.run()
     assert set(request_ids) <= front_end.finished
-
-
-def test_an_invalid_request_is_refused_at_once_and_others_continue(front_end: FrontEnd) -> None:
-    valid = front_end.post(BODY)
-    invalid = front_end.post({**BODY, "temperature": 9})
-    front_end.handle_once()
-    assert front_end.status[invalid] == 400
-    assert front_end.answer(invalid)["error"]["param"] == "temperature"
-    front_end.run()
-    assert front_end.status[valid] == 200
 
 
 def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd) -> None:
@@ -171,15 +152,20 @@ def test_the_model_url_without_a_route_serves_completions(front_end: FrontEnd) -
         assert front_end.answer(request_id)["object"] == "text_completion"
 
 
-def test_models_are_listed_and_retrieved(front_end: FrontEnd) -> None:
+def test_models_are_listed_and_retrieved_and_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
     models, one = front_end.post(None, "v1/models"), front_end.post(None, "v1/models/qwen")
-    none = front_end.post(None, "v1/models/gpt-4")
+    none, named = front_end.post(None, "v1/models/gpt-4"), front_end.post({**BODY, "model": "gpt-4"})
+    route = front_end.post(BODY, "v1/embeddings")
     front_end.run()
     assert [m["id"] for m in front_end.answer(models)["data"]] == ["tiny", "qwen"]
     assert front_end.answer(one)["id"] == "qwen"
     assert front_end.answer(one)["max_model_len"] == 256
     assert front_end.status[none] == 404
     assert front_end.answer(none)["error"]["code"] == "model_not_found"
+    assert (front_end.status[named], front_end.answer(named)["error"]["param"]) == (404, "model")
+    error = front_end.answer(route)["error"]
+    assert (front_end.status[route], error["code"]) == (404, "unknown_url")
+    assert "this server generates text only" in error["message"]
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_openais_words(front_end: FrontEnd) -> None:
@@ -198,15 +184,6 @@ def test_a_prompt_that_is_too_long_is_refused_in_openais_words(front_end: FrontE
             error = front_end.answer(refused)["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
             assert re.fullmatch(words + r"Please reduce the length of the \1\.", error["message"])
-
-
-def test_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:
-    model, route = front_end.post({**BODY, "model": "gpt-4"}), front_end.post(BODY, "v1/embeddings")
-    front_end.run()
-    assert (front_end.status[model], front_end.answer(model)["error"]["param"]) == (404, "model")
-    error = front_end.answer(route)["error"]
-    assert (front_end.status[route], error["code"]) == (404, "unknown_url")
-    assert "this server generates text only" in error["message"]
 
 
 def test_a_disconnect_frees_the_requests_slot(front_end: FrontEnd) -> None:
@@ -601,10 +578,11 @@ def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -
             assert "HTTP" in json.loads(chunk)["error"]["message"]
 
 
-def test_a_body_that_is_not_an_object_is_a_400(front_end: FrontEnd) -> None:
-    refused = [front_end.post(body) for body in (bytearray(b"{"), b"", "text", [1], 5)]
+def test_a_body_that_is_not_an_object_is_a_400_and_without_one_it_says_how_to_send_it(front_end: FrontEnd) -> None:
+    refused = [front_end.post(body) for body in (bytearray(b"{"), b"", "text", [1], 5, None)]
     front_end.run()
     assert {front_end.status[request_id] for request_id in refused} == {400}
+    assert "application/json" in front_end.answer(refused[-1])["error"]["message"]
 
 
 def test_a_body_with_too_many_brackets_is_refused_before_it_is_parsed(
@@ -616,12 +594,6 @@ def test_a_body_with_too_many_brackets_is_refused_before_it_is_parsed(
     monkeypatch.undo()
     assert front_end.status[request_id] == 400
     assert "opening brackets" in front_end.answer(request_id)["error"]["message"]
-
-
-def test_the_error_of_a_missing_body_says_how_to_send_one(front_end: FrontEnd) -> None:
-    request_id = front_end.post(None)
-    front_end.run()
-    assert "application/json" in front_end.answer(request_id)["error"]["message"]
 
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
@@ -637,19 +609,6 @@ def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) 
     assert message["role"] == "assistant"
     assert message["content"] == front_end.answer(completion)["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 12
-
-
-def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(front_end: FrontEnd) -> None:
-    whole, stream = (front_end.post({**CHAT, "stream": s}, "v1/chat/completions") for s in (False, True))
-    front_end.run()
-    events = front_end.events(stream)
-    assert all(event["object"] == "chat.completion.chunk" for event in events)
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert deltas[0]["role"] == "assistant"
-    assert not any("role" in delta for delta in deltas[1:])
-    content = front_end.answer(whole)["choices"][0]["message"]["content"]
-    assert "".join(delta.get("content", "") for delta in deltas) == content
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_chat_without_a_chat_template_is_an_error_that_says_so() -> None:

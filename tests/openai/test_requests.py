@@ -237,31 +237,10 @@ def test_the_default_speculation_mode_is_the_operators() -> None:
         assert generation.info.randomised == (mode == "auto")
 
 
-def test_a_missing_prompt_is_named() -> None:
-    assert refusal({"max_tokens": 5}).param == "prompt"
-
-
-def test_fields_without_effect_are_accepted() -> None:
-    sequence_of(
-        metadata={"a": "b"},
-        n=1,
-        best_of=1,
-        presence_penalty=0,
-        frequency_penalty=0.0,
-        logit_bias={},
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-
-
 def test_a_body_that_is_not_a_json_object_is_refused() -> None:
     bodies: list[object] = [b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None]
     for body in bodies:
         assert refusal(body).status == 400
-
-
-def test_a_json_body_may_arrive_as_bytes() -> None:
-    assert parse_body(bytearray(b'{"prompt": "a"}'), CompletionRequest).prompt == "a"
 
 
 def test_an_error_is_openais_object() -> None:

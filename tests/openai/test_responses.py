@@ -131,14 +131,6 @@ def test_an_answer_that_is_cut_is_incomplete_and_one_that_ends_is_complete(
     assert response["output"][0]["status"] == "incomplete"
 
 
-def test_a_stop_string_ends_the_text(front_end: FrontEnd) -> None:
-    text = whole(front_end, logit_bias=ASCII_ONLY)["output"][0]["content"][0]["text"]
-    events = streamed(front_end, logit_bias=ASCII_ONLY, stop=text[9:12])
-    [done] = [event for event in events if event["type"] == "response.output_text.done"]
-    assert done["text"] == text[: text.index(text[9:12])]
-    assert events[-1]["type"] == "response.completed"
-
-
 def test_reasoning_text_and_calls_are_items_with_openais_events(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

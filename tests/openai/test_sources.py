@@ -185,13 +185,6 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
         assert drafter == "lookup" or counts["model"] > 0
 
 
-def test_without_drafts_the_only_source_is_the_target() -> None:
-    front_end = FrontEnd()
-    request_id = front_end.post({**BODY, "speculation": {"mode": "off", **WITH_SOURCES}})
-    front_end.run()
-    assert {name for _, name in front_end.answer(request_id)["choices"][0]["sources"]} == {"target"}
-
-
 def test_a_response_has_no_sources_unless_requested() -> None:
     front_end = FrontEnd()
     requests = [

@@ -113,9 +113,6 @@ class AlternatingGrammars:
     def begin_round(self, seconds: float) -> None:
         """Ignore the budget: these masks take no time."""
 
-    def json_object(self) -> Alternating:
-        return Alternating(self._size)
-
     def json_schema(self, schema: dict[str, Any]) -> Alternating:
         return Alternating(self._size, length=len(schema))
 

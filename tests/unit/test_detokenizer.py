@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,23 +58,8 @@ def test_character_is_released_when_it_is_complete() -> None:
     assert texts == ["a", "", "🙂b", ""]
 
 
-def test_incomplete_character_is_replaced_at_the_end() -> None:
-    assert released([b"a\xf0\x9f"], [])[0] == ["a", "\ufffd"]
-
-
 def test_start_of_a_stop_string_is_withheld() -> None:
     assert released([b"one\n", b"\ntwo"], ["\n\n\n"])[0] == ["one", "\n\ntwo", ""]
-
-
-def test_stop_string_across_pieces_is_not_released() -> None:
-    texts, stopped = released([b"one\n", b"\n", b"two"], ["\n\n"])
-    assert "".join(texts) == "one"
-    assert stopped
-
-
-@pytest.mark.parametrize("stops", [["ab", "b"], ["b", "ab"]])
-def test_earlier_of_two_stop_strings_in_one_piece_ends_the_text(stops: list[str]) -> None:
-    assert "".join(released([b"xxab"], stops)[0]) == "xx"
 
 
 def test_work_per_character_does_not_grow_with_the_withheld_text() -> None:

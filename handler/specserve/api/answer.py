@@ -71,9 +71,9 @@ class AnswerReader:
         self._names = names
         self._held = ""
         self._done = False
-        # Reads one thing of what is held; None if more text is needed for that.
+        # Reads one element of the held text; returns None if it needs more.
         self._read: Callable[[], list[Part] | None] = self._read_opening if thinking else self._read_text
-        # Whether there is text since the last call, and before it.
+        # Whether no text has come since the last call, and whether any has come at all.
         self._first, self._has_text = True, False
         # Of the last call: its form, and how many brackets its arguments have open, and whether these end in a string.
         self._form = CallForm("", "")

@@ -19,10 +19,10 @@ from specserve.errors import RequestError
 
 Json = dict[str, Any]
 
-# How a block of the system text begins that differs between conversations, so that nothing behind it would be cached.
+# Claude Code begins its system text so, with values that change and would keep all that follows out of the cache.
 _BILLING = "x-anthropic-billing-header:"
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
-# By this code Anthropic's client knows that it has to send whole conversations.
+# This code tells Anthropic's client to send whole conversations.
 _NO_THREADS = "thread_unsupported_request"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -210,7 +210,7 @@ class MessagesResponse(BlocksResponse):
         details = {"details": {"error_code": _NO_THREADS}} if error.code == _NO_THREADS else {}
         return {"type": "error", "error": body | details}
 
-    def _whole(self) -> Event:
+    def _complete(self) -> Event:
         [generation] = self.generations
         reason = self._finish_reason(generation) or "stop"
         stop = generation.stop if reason == "stop" else ""
@@ -262,7 +262,7 @@ class MessagesResponse(BlocksResponse):
             yield {"type": "content_block_stop", "index": block.index}
 
     def _end(self) -> Iterator[Event]:
-        message = self._whole()
+        message = self._complete()
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta} | {name: message[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}

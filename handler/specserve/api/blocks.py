@@ -68,8 +68,8 @@ class BlocksResponse(GenerationResponse, ABC):
         self._begun = False
 
     @abstractmethod
-    def _whole(self) -> Event:
-        """Return the whole response."""
+    def _complete(self) -> Event:
+        """Return the whole response, once all blocks have been read."""
 
     @abstractmethod
     def _beginning(self) -> Iterator[Event]:
@@ -87,13 +87,10 @@ class BlocksResponse(GenerationResponse, ABC):
     def _failure(self, error: RequestError) -> Event:
         """Return the last event of a stream that fails."""
 
-    def text(self) -> str:
-        """Return the whole response, or the error, as JSON text."""
-        if self.error:
-            return json.dumps(self.error_body(self.error))
+    def _whole(self) -> Event:
         for _ in self._events():
             pass
-        return json.dumps(self._whole())
+        return self._complete()
 
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""

@@ -75,10 +75,10 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-# Only in constrained strings pydantic refuses half of a surrogate pair, which JSON can spell and no tokenizer can read.
+# pydantic refuses lone surrogates, which JSON can spell and no tokenizer can read, in constrained strings only.
 Text = Annotated[str, StringConstraints(min_length=0)]
 AnyItem = TypeVar("AnyItem")
-# Of a list with a million wrong items the first one is the error.
+# Report only the first wrong item of a list, which may have a million.
 Items = Annotated[list[AnyItem], Field(fail_fast=True)]
 
 

@@ -260,7 +260,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
     # Jinja's own filter escapes HTML; chat templates expect this one.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     return environment
@@ -273,10 +273,6 @@ def _reason(error: Exception) -> str:
 
 def _raise(message: str) -> NoReturn:
     raise _RefusedError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
 
 
 def chat_template_of(model: LlamaModel) -> ChatTemplate | None:

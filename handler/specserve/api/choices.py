@@ -12,7 +12,6 @@ from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.logprobs import (
     Position,
     chat_logprobs,
-    check_size,
     completion_logprobs,
     output_positions,
     prompt_positions,
@@ -99,14 +98,9 @@ class ChoicesResponse(GenerationResponse, ABC):
             "choices": choices,
         }
 
-    def text(self) -> str:
-        """Return the whole response, or the error object, as JSON text."""
-        if self.error:
-            return json.dumps(self.error_body(self.error))
+    def _whole(self) -> Json:
         choices = [new for choice in self._chosen(self._form.request.answers) if (new := self._new(choice))]
-        text = json.dumps(self._object(choices) | self._totals())
-        check_size(len(text))
-        return text
+        return self._object(choices) | self._totals()
 
     def next_events(self) -> str:
         """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""

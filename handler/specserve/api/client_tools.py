@@ -33,7 +33,7 @@ def _one_of(field: str, **forms: str) -> Json:
     return {"anyOf": [_object(names, **{field: {"const": form}}) for form, names in forms.items()]}
 
 
-# By type of tool: what the model is told that it does, and the JSON schema of its arguments.
+# By tool type: the description for the model, and the JSON schema of the arguments.
 OPENAI: dict[str, tuple[str, Json]] = {
     "shell": ("Runs shell commands on the user's computer.", _object("commands timeout_ms? max_output_length?")),
     "local_shell": (
@@ -67,7 +67,7 @@ ANTHROPIC: dict[str, tuple[str, Json]] = {
     **dict.fromkeys(("text_editor_20250429", "text_editor_20250728"), _EDITOR),
     "memory_20250818": _MEMORY,
 }
-# How the types of tools begin that run in the servers of OpenAI and Anthropic. The search for tools only adds others.
+# Type prefixes of tools that run on OpenAI's or Anthropic's servers; the search for tools only adds others.
 _HOSTED = ("web_", "file_search", "code_", "image_generation", "mcp", "tool_search", "programmatic_", "advisor_")
 
 

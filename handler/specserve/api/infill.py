@@ -132,26 +132,23 @@ class InfillResponse(Response):
             self._is_cut = len(self._content) < len(content)
         return self._is_cut or super().done
 
-    def text(self) -> str:
-        """Return the whole response, or the error object, as JSON text."""
-        if self.error:
-            return Response.refusal(self.error).text()
-        whole = self._whole(self._content)
-        fields = self._request.response_fields
-        return json.dumps(whole if fields is None else _chosen(whole, fields))
+    def _whole(self) -> dict[str, Any]:
+        whole, fields = self._final(self._content), self._request.response_fields
+        return whole if fields is None else _chosen(whole, fields)
 
     def next_events(self) -> str:
         """Return the stream's events since the last call."""
         if self.error:
-            return f"data: {Response.refusal(self.error).text()}\n\n"
+            return f"data: {self.text()}\n\n"
         done = self.done
         new, self._sent = self._content[self._sent :], len(self._content)
         counts = {"tokens_predicted": self._generation.generated, "tokens_evaluated": self._generation.prompt_length}
         events = [{"index": 0, "content": new, "tokens": [], "stop": False, "id_slot": -1, **counts}] if new else []
-        events += [self._whole("")] if done else []
+        events += [self._final("")] if done else []
         return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
-    def _whole(self, content: str) -> dict[str, Any]:
+    def _final(self, content: str) -> dict[str, Any]:
+        """Return the last event of a stream, or with the whole content the response."""
         generation, stats = self._generation, self._generation.stats
         predicted, prompt = generation.generated, generation.prompt_length - generation.cached_tokens
         by_reason = {"length": "limit", "stop": "eos" if generation.ended_by_eos else "word"}

@@ -12,8 +12,8 @@ from specserve.api.dialects import names_sent
 from specserve.api.request_schema import MAX_CHOICES, MAX_STOPS
 from specserve.errors import RequestError
 
-# Lists and objects of a body, counted by their brackets, those in strings included. Python makes them one by one, and
-# no other thread runs meanwhile: 260,000 of them take 0.1 s. A prompt of as many characters fills most contexts.
+# Opening brackets in a body, strings included. Python builds lists and objects one by one, while no other thread runs:
+# 260,000 take 0.1 s.
 _MAX_BRACKETS = 65_536
 
 # What is right, by the field's name or by pydantic's type of error.
@@ -59,7 +59,7 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
 
 def _explain(errors: list[Any]) -> RequestError:
     """Turn errors of pydantic's into one sentence that names the field."""
-    # A field that may have several types has an error for each; the type that fits best is wrong furthest inside.
+    # A union has one error a member; the member that fits best fails deepest.
     same_field = (found for found in errors if found["loc"][:1] == errors[0]["loc"][:1])
     error = max(same_field, key=lambda found: len(found["loc"]))
     if not error["loc"]:

@@ -62,7 +62,8 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
         self._vocabulary = vocabulary
-        self._most = config.context_length
+        # The most tokens of prompt and answer.
+        self.context_length = config.context_length
         self._control_tokens = config.control_tokens
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
@@ -80,8 +81,8 @@ class Tokenizer:
         whole = self._tokens(prompt, "prompt", special=True, begin=begin) if isinstance(prompt, str) else prompt
         tokens = self._cut(whole, request)
         if not isinstance(text, str) or len(tokens) < len(whole):
-            if len(tokens) > self._most:
-                raise PromptTooLong("prompt", self._most, len(tokens))
+            if len(tokens) > self.context_length:
+                raise PromptTooLong("prompt", self.context_length, len(tokens))
             check_tokens("prompt", tokens, vocabulary)
             text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
         if suffix is not None:
@@ -98,7 +99,7 @@ class Tokenizer:
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
-        kept = max(1, self._most - max(1, request.limit or 1)) if kept == -1 else kept
+        kept = max(1, self.context_length - max(1, request.limit or 1)) if kept == -1 else kept
         return tokens[max(0, len(tokens) - kept) :]
 
     def chat(self, request: ChatRequest, render: Callable[[ChatRequest, Prepare], str]) -> Prompt:
@@ -118,7 +119,8 @@ class Tokenizer:
     def _places(self) -> dict[str, str]:
         """Names of control tokens, the longest first, and the characters that stand in for them."""
         vocabulary = self._vocabulary
-        names = {vocabulary.name(token).decode(errors="replace") for token in _control_tokens(vocabulary)} - {""}
+        control = [token for token in range(vocabulary.size) if not vocabulary.piece(token)]
+        names = {vocabulary.name(token).decode(errors="replace") for token in control} - {""}
         return dict(zip(sorted(names, key=lambda name: (-len(name), name)), map(chr, _PLACES), strict=False))
 
     def _hide(self, part: Part) -> Part:
@@ -146,11 +148,6 @@ class Tokenizer:
             tokens += self._vocabulary.encode(stretch, special=not is_plain, begin=not tokens)
         return tokens
 
-    @property
-    def context_length(self) -> int:
-        """The most tokens of prompt and answer."""
-        return self._most
-
     def part(self, text: str, most: int, *, keeps_end: bool) -> list[int]:
         """Tokenize the first or last `most` tokens of a part of a prompt, without control tokens."""
         characters = BYTES_PER_TOKEN * max(0, most)
@@ -165,14 +162,14 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             # A chat template may print fields that are not validated as text, such as a call id.
             raise RequestError.invalid(param, f"Invalid value for '{param}': it is not valid Unicode.") from error
-        if n_bytes > _LONGEST_TOKEN * self._most:
-            raise PromptTooLong(param, self._most, self._most + 1, at_least=True)
-        beginning = text[: BYTES_PER_TOKEN * self._most]
+        if n_bytes > _LONGEST_TOKEN * self.context_length:
+            raise PromptTooLong(param, self.context_length, self.context_length + 1, at_least=True)
+        beginning = text[: BYTES_PER_TOKEN * self.context_length]
         if len(beginning) < len(text):
             least = len(self._vocabulary.encode(beginning, special=special, begin=begin))
             # Twice as many, since the beginning may be cut inside a word.
-            if least > 2 * self._most:
-                raise PromptTooLong(param, self._most, least // 2, at_least=True)
+            if least > 2 * self.context_length:
+                raise PromptTooLong(param, self.context_length, least // 2, at_least=True)
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
@@ -183,8 +180,3 @@ class Tokenizer:
         if start is None:
             raise RequestError("The prompt is empty; this model needs at least one token.", param=param)
         return [start]
-
-
-def _control_tokens(vocabulary: Vocabulary) -> list[int]:
-    """Return the tokens without text."""
-    return [token for token in range(vocabulary.size) if not vocabulary.piece(token)]

@@ -70,7 +70,7 @@ def resolve(
     """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
 
     A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
-    is how the model writes calls of tools, `thinking` how it marks its reasoning.
+    is how the model writes tool calls, `thinking` how it marks its reasoning.
 
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.

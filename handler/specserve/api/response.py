@@ -78,8 +78,14 @@ class Response:
         return self.error.status if self.error else self._status
 
     def text(self) -> str:
-        """Return the whole JSON object as text; the response must be done."""
-        return json.dumps(self.error_body(self.error) if self.error else self._body)
+        """Return the whole response, or the error, as JSON text; the response must be done."""
+        text = json.dumps(self.error_body(self.error) if self.error else self._whole())
+        check_size(len(text))
+        return text
+
+    def _whole(self) -> Mapping[str, Any]:
+        """Return the JSON object of a response that has not failed."""
+        return self._body
 
     def next_events(self) -> str:
         """Return the events of a stream since the last call; '' of a response that is no stream."""

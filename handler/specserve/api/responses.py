@@ -31,7 +31,7 @@ _KINDS = {
     "local_shell_call": ("lsh", "action", None),
     "apply_patch_call": ("apc", "operation", None),
 }
-# Items of which the client sees the text as it comes; others are written when their JSON is complete.
+# Items whose text is streamed; others are sent once their JSON is complete.
 _STREAMED = {"reasoning", "message", "function_call"}
 # The fields of a request that its response repeats, and what they are without it.
 _ECHOED: Json = {
@@ -144,7 +144,7 @@ class ResponsesResponse(BlocksResponse):
             yield event | {"sequence_number": self._sent}
             self._sent += 1
 
-    def _whole(self) -> Event:
+    def _complete(self) -> Event:
         totals = self._totals()
         usage, [generation] = totals["usage"], self.generations
         output = [self._item(block, done=True) for block in self._blocks]
@@ -254,7 +254,7 @@ class ResponsesResponse(BlocksResponse):
         yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
 
     def _end(self) -> Iterator[Event]:
-        response = self._whole()
+        response = self._complete()
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _failure(self, error: RequestError) -> Event:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 import specserve
@@ -50,7 +51,7 @@ class Routes:
     Args:
         config: of the server.
         models: as loaded.
-        scheduler: asked by routes that generate nothing, which therefore may not run during a step of the engine.
+        scheduler: asked by routes that generate nothing; they must not run during an engine step.
         holdback: draws the control group.
         name: of the model in TorchServe, which is one of its ids.
     """
@@ -69,14 +70,14 @@ class Routes:
         self._template = chat_template_of(models.vocabulary)
         self._tokenizer = Tokenizer(models.vocabulary, config)
         # The bare URL of a model takes completions.
-        self._generating: dict[str, Callable[[Incoming], Response]] = {
-            "": self._complete,
-            "v1/completions": self._complete,
-            "v1/chat/completions": self._chat,
-            "v1/responses": self._create_response,
-            "v1/messages": self._create_message,
-            "v1/messages/count_tokens": self._count_tokens,
-            "infill": self._infill,
+        self._generating: dict[str, tuple[type[Body], Callable[[Any, Incoming], Response]]] = {
+            "": (CompletionRequest, self._complete),
+            "v1/completions": (CompletionRequest, self._complete),
+            "v1/chat/completions": (ChatRequest, self._chat),
+            "v1/responses": (ResponsesRequest, self._create_response),
+            "v1/messages": (MessagesRequest, self._create_message),
+            "v1/messages/count_tokens": (CountRequest, self._count_tokens),
+            "infill": (InfillRequest, self._infill),
         }
         self._describing: dict[str, Callable[[], Json]] = {
             "v1/models": lambda: {"object": "list", "data": [self._model(name) for name in self._model_ids]},
@@ -109,7 +110,9 @@ class Routes:
                     "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
-            return self._generating[route](incoming)
+            kind, respond = self._generating[route]
+            request = parse_body(incoming.body, kind)
+            return self._named(request, respond(request, incoming))
         if route in self._describing:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
@@ -173,46 +176,39 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _complete(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, CompletionRequest)
-        prompts = self._tokenizer.completion(request)
-        return self._named(request, self._generate(CompletionResponse, request, prompts, incoming))
+    def _complete(self, request: CompletionRequest, incoming: Incoming) -> Response:
+        return self._generate(CompletionResponse, request, self._tokenizer.completion(request), incoming)
 
-    def _chat(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, ChatRequest)
-        return self._named(request, self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming))
+    def _chat(self, request: ChatRequest, incoming: Incoming) -> Response:
+        return self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming)
 
-    def _create_response(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, ResponsesRequest)
+    def _create_response(self, request: ResponsesRequest, incoming: Incoming) -> Response:
         messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
         chat = request.chat(messages)
         keeps = self._config.responses_store > 0 and request.store is not False
         keep = partial(self._store.put, incoming.client) if keeps else None
         kind = partial(ResponsesResponse, request, messages, keep)
-        return self._named(request, self._generate(kind, chat, [self._chat_prompt(chat)], incoming))
+        return self._generate(kind, chat, [self._chat_prompt(chat)], incoming)
 
-    def _create_message(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, MessagesRequest)
+    def _create_message(self, request: MessagesRequest, incoming: Incoming) -> Response:
         chat = request.chat()
-        return self._named(request, self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming))
+        return self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming)
 
-    def _count_tokens(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, CountRequest)
+    def _count_tokens(self, request: CountRequest, _incoming: Incoming) -> Response:
         chat = request.chat()
         self._known_model(chat.model)
-        return self._named(request, Response({"input_tokens": len(self._chat_prompt(chat).tokens)}))
+        return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
 
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         return self._tokenizer.chat(request, self._template.prompt)
 
-    def _infill(self, incoming: Incoming) -> Response:
-        request = parse_body(incoming.body, InfillRequest)
+    def _infill(self, request: InfillRequest, incoming: Incoming) -> Response:
         prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
         _, [[generation]] = self._resolved(request.completion(prompt), [prompt], incoming)
         generation.warm_cache()
-        return self._named(request, InfillResponse(request, generation, model=self._known_model(request.model)))
+        return InfillResponse(request, generation, model=self._known_model(request.model))
 
     def _generate(
         self,

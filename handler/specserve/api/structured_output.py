@@ -80,8 +80,6 @@ class StructuredOutput(Body):
             return grammars.gbnf(self.grammar)
         if form and form.type == "regex" and form.regex:
             return grammars.regex(form.regex)
-        if self.format == "json_object":
-            return grammars.json_object()
         return None if schema is None else grammars.json_schema(schema)
 
 

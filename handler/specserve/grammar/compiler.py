@@ -17,7 +17,7 @@ import llguidance
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.call_form import ThinkingTags
-from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, SpecialTokens, in_one_line
+from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, in_one_line
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
 from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
 from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
@@ -35,11 +35,11 @@ _FLEXIBLE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", **_ESCAPES}
 _EXACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", **_ESCAPES}
 # Before a tool's name each is an item of the row (`max_items_in_row`), beside a few others.
 MAX_TOOLS = 400
-# If more tools cannot be compiled together, the one at fault is not searched for.
+# Search for the tool at fault only among this many.
 _TOOLS_TO_SEARCH = 64
-# What is left out of a tool's schema that cannot be compiled.
+# Keywords to drop from a tool's schema that cannot be compiled.
 _COSTLY = frozenset({"pattern", "format", "patternProperties", "minProperties", "maxProperties", "multipleOf"})
-# If more keywords are relaxed, they are named without their tools.
+# If more keywords are relaxed, name them without their tools.
 _MAX_NAMES = 16
 # With 151,936 tokens these keep compilation to 0.5 s, a mask to 0.05 s and memory to 100 MB. Of 500 real schemas two
 # need more than 300 items in a row, and none more than 500 (benchmarks/schemas.py).
@@ -76,10 +76,6 @@ class GrammarCompiler:
     def begin_round(self, max_seconds: float) -> None:
         """Limit the time that all masks of the next round may take in the engine's thread; later ones are deferred."""
         self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
-
-    def json_object(self) -> Constraint:
-        """Return a constraint to any JSON object."""
-        return self.json_schema({"type": "object"})
 
     def json_schema(self, schema: dict[str, Any]) -> Constraint:
         """Return a constraint to JSON that is valid by a schema, with properties in the schema's order.
@@ -208,7 +204,10 @@ class GrammarCompiler:
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
             matcher = self._compile(lark, what, param)
-            compiled = CompiledGrammar(matcher, is_json, self._vocabulary, self._special, self._round_budget, [])
+            end_tokens = frozenset(self._vocabulary.end_tokens())
+            compiled = CompiledGrammar(
+                matcher, is_json, self._vocabulary, end_tokens, self._single_byte, self._round_budget, []
+            )
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
@@ -226,10 +225,9 @@ class GrammarCompiler:
         return matcher
 
     @cached_property
-    def _special(self) -> SpecialTokens:
+    def _single_byte(self) -> dict[int, int]:
         pieces = enumerate(map(self._vocabulary.piece, range(self._vocabulary.size)))
-        single_byte = {piece[0]: token for token, piece in pieces if len(piece) == 1}
-        return SpecialTokens(frozenset(self._vocabulary.end_tokens()), single_byte)
+        return {piece[0]: token for token, piece in pieces if len(piece) == 1}
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:

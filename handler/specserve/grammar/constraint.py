@@ -22,8 +22,8 @@ from specserve.sequence import common_prefix
 
 BoolArray = NDArray[np.bool_]
 
-# Positions whose mask and layout are cached, more than two rounds need. A mask takes 19 kB for 151,936 tokens, a layout
-# up to 30 kB.
+# Positions whose masks and layouts are cached: more than two rounds need. A mask takes 19 kB for 151,936 tokens, and a
+# layout up to 30 kB.
 _CACHED_POSITIONS = 64
 # Longest token of forced text, in bytes.
 _MAX_TOKEN_BYTES = 16
@@ -37,13 +37,6 @@ _REWORDED = {
     "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
     "limits.precompute_large_lexemes": "its texts and patterns are too large",
 }
-
-
-class SpecialTokens(NamedTuple):
-    """The tokens that end an answer, and the token that spells each single byte."""
-
-    end: frozenset[int]
-    single_byte: Mapping[int, int]
 
 
 @dataclass
@@ -61,7 +54,8 @@ class CompiledGrammar(NamedTuple):
         matcher: at the start of an answer; only copies of it advance.
         is_json: whether the answer is JSON, whose whitespace `Layout` predicts.
         vocabulary: of the target.
-        special: of the vocabulary.
+        end_tokens: end an answer.
+        single_byte: by byte, the token that spells it alone.
         round_budget: of all constraints together.
         failures: errors of the lexer, which copies share (it has a lock of its own): once one has exhausted its states,
             the others accept nothing and do not report it. The engine thread appends, the parser's read; what it reads
@@ -71,7 +65,8 @@ class CompiledGrammar(NamedTuple):
     matcher: llguidance.LLMatcher
     is_json: bool
     vocabulary: Vocabulary
-    special: SpecialTokens
+    end_tokens: frozenset[int]
+    single_byte: Mapping[int, int]
     round_budget: Budget
     failures: list[str]
 
@@ -96,7 +91,7 @@ class Constraint:
     def __init__(self, compiled: CompiledGrammar, budget: Budget) -> None:
         self._compiled = compiled
         self._budget = budget
-        self._vocabulary, self._special = compiled.vocabulary, compiled.special
+        self._vocabulary, self._single_byte = compiled.vocabulary, compiled.single_byte
         self._matcher = compiled.matcher.deep_copy()
         # Tokens that the matcher has consumed. After an error at a token or a mask it begins anew when it is needed.
         self._consumed: list[int] = []
@@ -155,7 +150,7 @@ class Constraint:
         forced = self._vocabulary.encode(text.decode("utf-8", errors="ignore"), begin=False)
         forced = forced[:max_tokens]
         matches = text.startswith(b"".join(map(self._vocabulary.piece, forced)))
-        return forced if matches and self._special.end.isdisjoint(forced) else []
+        return forced if matches and self._compiled.end_tokens.isdisjoint(forced) else []
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Whether the grammar allows these tokens, whatever the round's budget; raises like `allowed`."""
@@ -165,7 +160,7 @@ class Constraint:
 
     def spell(self, text: bytes) -> list[int]:
         """Return the tokens of the text's single bytes; of bytes without a token, none."""
-        return [self._special.single_byte[byte] for byte in text if byte in self._special.single_byte]
+        return [self._single_byte[byte] for byte in text if byte in self._single_byte]
 
     def fork(self) -> Constraint:
         """Return an independent constraint by the same grammar."""
@@ -181,7 +176,7 @@ class Constraint:
         while len(text) < max_bytes and thread_time() <= deadline:
             more = matcher.compute_ff_bytes() or (self._after_whitespace(matcher, layout) if layout else b"")
             more = more[: max_bytes - len(text)]
-            path = [self._special.single_byte[byte] for byte in more if byte in self._special.single_byte]
+            path = [self._single_byte[byte] for byte in more if byte in self._single_byte]
             if not layout or len(path) < len(more):
                 # Nothing more is forced, or the vocabulary lacks tokens of single bytes to continue with.
                 return text + more
@@ -194,7 +189,7 @@ class Constraint:
     def _after_whitespace(self, matcher: llguidance.LLMatcher, layout: Layout) -> bytes:
         """Return the predicted whitespace and the only character that is allowed beside whitespace."""
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed = [byte for byte, token in self._special.single_byte.items() if bits[token]]
+        allowed = [byte for byte, token in self._single_byte.items() if bits[token]]
         others = [byte for byte in allowed if byte not in WHITESPACE]
         gap = layout.before(others[0]) if len(others) == 1 else None
         return b"" if gap is None else gap + bytes(others)
@@ -239,7 +234,7 @@ class Constraint:
             for _ in range(min(rejected, len(self._layouts))):
                 self._layouts.pop()
         rest = tokens[shared:]
-        if rest and self._special.end.isdisjoint(rest):
+        if rest and self._compiled.end_tokens.isdisjoint(rest):
             with self._timed(may_defer=may_defer):
                 taken = self._matcher.try_consume_tokens(rest)
             if error := self._error():

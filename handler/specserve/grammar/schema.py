@@ -126,7 +126,7 @@ class _Reader:
 
     def read(self, schema: Any, pointer: str, depth: int) -> Any:
         """Copy the schema at a JSON pointer."""
-        # Generators of schemas spell "nothing" so.
+        # Schema generators spell "nothing" this way.
         is_nothing = pointer and isinstance(schema, dict) and schema.get("not", False) in (True, {})
         copy: Any = False if is_nothing else {} if isinstance(schema, dict) else schema
         self.copies[pointer] = copy
@@ -281,7 +281,7 @@ class _Reader:
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
 
     def _read_elsewhere(self, pointer: str) -> bool:
-        """Copy a subschema below an unknown keyword, where many schemas keep what only references lead to, if it is."""
+        """Copy a subschema below an unknown keyword, where many schemas keep what references lead to, if it is one."""
         value: Any = self._root
         for step in pointer.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")

@@ -230,7 +230,7 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path, best: 
         before = kernels.calls()
         logits(engine)
         after = kernels.calls()
-        assert (after.products - before.products, after.attentions - before.attentions) == expected
+        assert (after[0] - before[0], after[1] - before[1]) == expected
         kernels.use("off")
 
 
@@ -258,17 +258,17 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after another engine, for whose model it computed something else."""
-    for written, computed in (
-        (small_heads, (True, False)),
-        (unquantised, (False, True)),
-        (half_quantised, (False, True)),
+    for written, left in (
+        (small_heads, ("attention",)),
+        (unquantised, ("matrix products",)),
+        (half_quantised, ("matrix products",)),
     ):
         with monkeypatch.context() as patch:
             path = written(tmp_path, patch)
-        assert open_engine(path)[1].computed == computed
-        assert open_engine(tiny)[1].computed == (True, True)
+        assert open_engine(path)[1].left_to_llama_cpp == left
+        assert open_engine(tiny)[1].left_to_llama_cpp == ()
     kernels.use("off")
-    assert open_engine(tiny)[1].computed == (False, False)
+    assert open_engine(tiny)[1].left_to_llama_cpp == ("matrix products", "attention")
 
 
 @pytest.mark.usefixtures("best")

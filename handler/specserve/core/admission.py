@@ -17,7 +17,7 @@ from typing import Literal
 
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import Match, PrefixCache
-from specserve.engine.kv_cache import KVCache, worth_waiting
+from specserve.engine.kv_cache import KVCache
 from specserve.observability.records import Recorder
 from specserve.sequence import Sequence, common_prefix
 
@@ -188,12 +188,13 @@ class Waiting:
         return "room" if needed + self._promised(self._running) > self._cache.room else None
 
     def _reads_the_same(self, other: Generation, generation: Generation, match: Match) -> bool:
-        """Whether another sequence prefills, or restores, enough of what a waiting one needs to wait for it."""
+        """Whether another sequence prefills, or restores, more than a quarter of what a waiting one still needs."""
         if other.info.owner != generation.info.owner:
             return False
         # Two that restore the same prefix would share no cells.
         cached = match.shared if self._cache.is_restoring(other) else max(match.shared, match.stored)
-        return worth_waiting(generation, cached, common_prefix(other.tokens, generation.tokens, match.max_length))
+        soon = common_prefix(other.tokens, generation.tokens, match.max_length)
+        return 4 * (soon - cached) > len(generation.tokens) - cached
 
     def _promised(self, running: Iterable[Generation]) -> int:
         """Number of cells that running sequences are promised beside those that they use."""

@@ -12,7 +12,7 @@ from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.invariance import REPEATS, Invariance, probe
-from specserve.engine.kernels import Kernels, Share
+from specserve.engine.kernels import Kernels
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
@@ -267,7 +267,7 @@ def _engine(
         pool=placement.pool,
         cache_type=cache_type,
     )
-    _report_share(model, engine.computed)
+    _report_left(model, engine.left_to_llama_cpp)
     return engine
 
 
@@ -282,7 +282,7 @@ def _report_cost(draft: float, target: float) -> None:
 
 
 def _measured_invariance(target: LlamaEngine) -> Invariance | None:
-    if all(target.computed):
+    if not target.left_to_llama_cpp:
         logger.info("specserve: %s", REPEATS)
         return None
     invariance = probe(target)
@@ -290,9 +290,8 @@ def _measured_invariance(target: LlamaEngine) -> Invariance | None:
     return invariance
 
 
-def _report_share(model: LlamaModel, computed: Share) -> None:
+def _report_left(model: LlamaModel, left: tuple[str, ...]) -> None:
     """Log what specserve's kernels leave to llama.cpp's although they are in use."""
-    left = [part for part, ours in zip(("matrix products", "attention"), computed, strict=True) if not ours]
     if kernels.in_use().variant and left:
         logger.warning(
             "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "

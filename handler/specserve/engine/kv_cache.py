@@ -18,20 +18,9 @@ from numpy.typing import NDArray
 
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.errors import EngineError
-from specserve.sequence import Owner, Sequence, common_prefix
+from specserve.sequence import Owner, common_prefix
 
 logger = logging.getLogger(__name__)
-
-
-def worth_waiting(sequence: Sequence, cached: int, soon: int) -> bool:
-    """Whether more than a quarter of what a sequence has to prefill is being prefilled for another one, too.
-
-    Args:
-        sequence: that would wait.
-        cached: how many of its tokens need no pass now.
-        soon: how many will need none when the other prefill is over.
-    """
-    return 4 * (soon - cached) > len(sequence.tokens) - cached
 
 
 class _Cells:

@@ -125,7 +125,7 @@ class DraftModel:
             # The last token is always read: its logits are those that are drafted from.
             prefixes = cache.prefixes(sequence.info.owner, sequence.tokens, len(sequence.tokens) - 1)
             source = max(range(cache.n_slots), key=lambda other: prefixes[other])
-            if prefixes[source] > max(cache.end(slot), step.length - self._window - 1):
+            if prefixes[source] > cache.end(slot):
                 cache.copy(source, slot, prefixes[source])
         if self._begins_anew(step):
             cache.restart(slot, step.length - min(step.length, self._window))

@@ -377,9 +377,8 @@ def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_co
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A process with this file's names and the selected kernels of the first variant."""
-    paths = [str(Path(__file__).parent), str(SOURCES.parent)]
     start = (
-        f"import gc, pathlib, sys; sys.path[:0] = {paths!r}\nimport psutil\nfrom specserve.engine import kernels\n"
+        f"import gc, pathlib, sys; sys.path[:0] = {sys.path!r}\nimport psutil\nfrom specserve.engine import kernels\n"
         "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"
         "kernels.use('auto', variant=SUPPORTED_VARIANTS[0])\n"
     )
@@ -452,7 +451,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_no_error(tmp_path: Path
         ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
     ).stdout.strip()
     outcome = subprocess.run(
-        [sys.executable, "-c", _ALL_KERNELS, str(library), str(Path(__file__).parent), str(SOURCES.parent)],
+        [sys.executable, "-c", _ALL_KERNELS, str(library), *sys.path],
         env={**environment, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"},
         capture_output=True,
         text=True,

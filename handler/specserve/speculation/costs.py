@@ -134,7 +134,7 @@ def share_time(
     """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
 
     Args:
-        steps: of the round, before their tokens are decided.
+        steps: of the round, before their tokens are committed.
         costs: of the target's passes.
         kv_len: tokens of its cache that a row attends to.
         draft_seconds: that the round's drafting took.

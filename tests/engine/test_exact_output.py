@@ -124,7 +124,7 @@ CASES = {
         forbidden={"bad_words": ((0, 1), (2, 2, 1)), "allowed_tokens": (0, 1, 2)},
     ),
     "two prompts at once": Case(
-        {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.416
+        {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.36
     ),
     "a prompt twice at once": Case(
         {"2 drafts", "adopted beside 1"}, ([2, 2], [2, 2]), length=4, min_p=0.5, draft_seconds=0.216

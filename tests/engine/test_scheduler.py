@@ -373,7 +373,10 @@ def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(d
 def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
     pair = FakePair()
     constraint = Alternating(VOCABULARY)
-    stats = pair.submit([1, 2], gamma=4, prediction=[1] * 50, drafter="prediction", constraint=constraint).stats
+    truth = pair.submit([1, 2], gamma=0, constraint=constraint)
+    pair.run()
+    twice = [truth.answer[0], *(token for token in truth.answer[1:] for _ in range(2))]
+    stats = pair.submit([1, 2], gamma=4, prediction=twice, drafter="prediction", constraint=constraint).stats
     pair.run()
     assert set(stats.gammas) <= {0, 1}
     assert stats.drafted > 0

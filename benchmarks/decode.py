@@ -150,7 +150,7 @@ def key_of(family: str, task: Task, temperature: float, seed: int, mode: Mode) -
 
 def keep(results: ResultsFile, key: Key, run: Run) -> None:
     """Write a run to the file of results."""
-    results.add(key, [run.tokens, vars(run.stats)])
+    results.add(key, [run.tokens, {**vars(run.stats), "decided": run.stats.committed}])
 
 
 def kept(results: ResultsFile, key: Key) -> Run:
@@ -158,8 +158,11 @@ def kept(results: ResultsFile, key: Key) -> Run:
     tokens, stats = results[key]
     seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
     drafted_by, accepted_by = Counter(stats["drafted_by"]), Counter(stats["accepted_by"])
-    counts = {name: stats[name] for name in ("rounds", "decided", "alternatives", "adopted")}
-    return Run(tokens, SequenceStats(**counts, drafted_by=drafted_by, accepted_by=accepted_by, **seconds))
+    counts = {name: stats[name] for name in ("rounds", "alternatives", "adopted")}
+    committed = stats["decided"]
+    return Run(
+        tokens, SequenceStats(**counts, committed=committed, drafted_by=drafted_by, accepted_by=accepted_by, **seconds)
+    )
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:

@@ -153,13 +153,13 @@ class SequenceStats:
     """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round.
 
     `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
-    tokens by drafter, `decided` all their tokens, an end token included. `alternatives` counts those that the target
+    tokens by drafter, `committed` all their tokens, an end token included. `alternatives` counts those that the target
     read, `adopted` those that were recovered and gave one more token. `plain_seconds` is what the tokens after the
     first would have taken without drafts, by the cost model.
     """
 
     rounds: int = 0
-    decided: int = 0
+    committed: int = 0
     gammas: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
@@ -198,7 +198,7 @@ class SequenceStats:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per round, the recovered or bonus token included; 0 before the first round."""
-        return self.decided / self.rounds if self.rounds else 0.0
+        return self.committed / self.rounds if self.rounds else 0.0
 
 
 def common_prefix(left: list[int], right: list[int], max_length: int | None = None) -> int:
@@ -218,11 +218,11 @@ def common_prefix(left: list[int], right: list[int], max_length: int | None = No
 
 @dataclass(eq=False, repr=False)
 class Sequence:
-    """A prompt, the tokens decided after it, and how they are sampled and drafted for.
+    """A prompt, the tokens committed after it, and how they are sampled and drafted for.
 
     `tokens` are all of them; what the models' KV caches hold of them is known there (kv_cache.py), by `slot`, which is
     -1 while the sequence waits. `cached_tokens` is how many tokens of the prompt needed no pass when it first got a
-    slot. `round_number` counts the rounds that have decided tokens and keys the noise of the next one; `deferrals`
+    slot. `round_number` counts the rounds that have committed tokens and keys the noise of the next one; `deferrals`
     counts the rounds since then that had no time for the sequence's grammar mask; `preemptions` counts how often it
     lost its slot, and `turn_start` is how many tokens it had generated when it got the present one.
 
@@ -276,7 +276,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Number of tokens decided after the prompt."""
+        """Number of tokens committed after the prompt."""
         return len(self.tokens) - self.prompt_length
 
     @cached_property
@@ -286,12 +286,12 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens decided after the prompt."""
+        """The tokens committed after the prompt."""
         return self.tokens[self.prompt_length :]
 
     @property
     def remaining(self) -> int:
-        """How many more tokens may be decided."""
+        """How many more tokens may be committed."""
         return self.max_tokens - self.generated
 
     def release(self) -> None:

@@ -53,7 +53,7 @@ class FakePair:
         prefill_rows: the most prompt tokens of a round.
         draft_rows: the most rows of a forward pass of the draft model.
         draft_width: the size of the draft model's vocabulary; None for the target's.
-        window: the longest catch-up of the draft model, in tokens.
+        window: the longest draft prefill, in tokens.
         draft_context: the context length that the draft model was trained for.
         costs: of the forward passes of the target and of the draft model.
         proposers: drafters that are asked before the draft model; None for the client's prediction.

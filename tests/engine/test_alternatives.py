@@ -145,7 +145,7 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
             answers.append(generation.answer)
             adopted.append(stats.adopted)
             rounds[most] += stats.rounds
-            assert stats.decided == stats.accepted + stats.rounds + stats.adopted
+            assert stats.committed == stats.accepted + stats.rounds + stats.adopted
         assert answers[0] == answers[1]
         assert adopted[0] == 0
         assert adopted[1] > 20
@@ -190,7 +190,7 @@ def test_an_answer_under_a_grammar_is_the_same_with_alternatives() -> None:
 def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
     masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round has time for so many masks. Where the one after an alternative is late, the next round decides."""
+    """A round has time for so many masks. Where the one after an alternative is late, the next round commits."""
     plain = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
     constraint = Alternating(VOCABULARY)
     expected = plain.submit([1, 2], gamma=0, mode="off", constraint=constraint, max_tokens=200, sampling=ENDLESS)

@@ -94,7 +94,7 @@ def test_no_drafter_is_asked_after_a_drafted_end_token() -> None:
 
 
 def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
-    """With `ignore_eos`: a lookup that offers the end of an earlier turn is wrong, and others are found after it."""
+    """With `ignore_eos`: a lookup that proposes the end of an earlier turn is wrong, and others are found after it."""
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
     pair = FakePair(proposers=[LookupProposer()])
@@ -165,7 +165,7 @@ def test_an_end_token_is_no_alternative() -> None:
             stats = generation.stats
             # On a slow machine some age, and preempt others, whose next token then comes with a prefill.
             in_rounds = generation.generated - generation.preemptions
-            assert stats.decided == stats.accepted + stats.rounds + stats.adopted == in_rounds
+            assert stats.committed == stats.accepted + stats.rounds + stats.adopted == in_rounds
 
 
 def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_output_is_the_same_where_sequences_are_preempted(small: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read again has the bits that it had when it was decided."""
+    """What is read again has the bits that it had when it was committed."""
     monkeypatch.setattr(admission, "_ANSWER", 8)
     for seed in range(2):
         rng = random.Random(seed)

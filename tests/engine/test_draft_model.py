@@ -1,4 +1,4 @@
-"""The draft model: catch-up and copied prefixes, vocabularies that differ from the target's, and failed passes."""
+"""The draft model: draft prefill and copied prefixes, vocabularies that differ from the target's, and failed passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
     assert positions == sorted(set(positions))
 
 
-def test_read_gives_the_rows_of_each_sequence_shortest_catch_up_first() -> None:
+def test_read_gives_the_rows_of_each_sequence_shortest_draft_prefill_first() -> None:
     model, steps = model_and_steps(3, 20)
     assert model.read(steps).n_read == [3, 5]
     assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
@@ -49,12 +49,12 @@ def test_a_pass_that_others_wait_for_reads_at_most_16_tokens() -> None:
     assert model.read([step]).n_read == [64]
 
 
-def test_the_catch_up_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
+def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
     """The last 6 of 12 tokens are read, then one a draft; 12 tokens fit into the slot, and instead of 13 it has 6."""
     model, [step] = model_and_steps(12, window=6, context_length=12)
     told, read = [], []
     for token in range(12):
-        told.append(model.catch_up(step))
+        told.append(model.draft_prefill(step))
         read += model.read([step]).n_read
         step.add(Draft(token, None, "lookup", 0.9))
     assert told == read == [6, *[1] * 6, 6, *[1] * 4]
@@ -64,7 +64,7 @@ def test_the_catch_up_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_
 def test_of_a_long_sequence_the_model_reads_the_last_tokens(length: int, read: int) -> None:
     """The window is 64 tokens."""
     model, [step] = model_and_steps(length, max_rows=64)
-    assert model.catch_up(step) == read
+    assert model.draft_prefill(step) == read
     assert model.read([step]).n_read == [read]
     assert model.cache.start(0) == length - read
 
@@ -75,7 +75,7 @@ def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     model.read([step])
     for token in range(60):
         step.add(Draft(token, None, "lookup", 0.9))
-    assert model.catch_up(step) == 60
+    assert model.draft_prefill(step) == 60
     assert model.read([step]).n_read == [60]
     assert model.cache.length(0) == 64 + 60
 
@@ -89,7 +89,7 @@ def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
         assert model.read([step]).logits
 
 
-def test_a_full_slot_counts_as_a_catch_up_and_begins_anew() -> None:
+def test_a_full_slot_counts_as_a_draft_prefill_and_begins_anew() -> None:
     pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=25, vocabulary=NoEndToken(VOCABULARY))
     long = pair.submit([1, 2, 3], max_tokens=60)
     pending = []
@@ -97,7 +97,7 @@ def test_a_full_slot_counts_as_a_catch_up_and_begins_anew() -> None:
     def is_done() -> bool:
         if long.generated and not long.done:
             assert pair.drafters.model
-            pending.append(pair.drafters.model.catch_up(Step(long, len(long.tokens) - 1, 1)))
+            pending.append(pair.drafters.model.draft_prefill(Step(long, len(long.tokens) - 1, 1)))
             assert pair.draft_cache.length(long.slot) <= 25
         return long.done
 
@@ -113,7 +113,7 @@ def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
     assert short.stats.drafted
 
 
-def test_a_long_catch_up_does_not_delay_the_drafts_of_other_sequences() -> None:
+def test_a_long_draft_prefill_does_not_delay_the_drafts_of_other_sequences() -> None:
     pair = FakePair(blend=0.0)
     long = pair.submit([n % 23 for n in range(120)], max_tokens=100)
     short = pair.submit([1, 2, 3])

@@ -136,8 +136,8 @@ def test_a_compiler_refuses_a_version_that_is_not_verified(unverified: Path) -> 
 
 
 FAULTS = {
-    "std::raise(SIGSEGV)": "they crashed in a trial run (SIGSEGV)",
-    "std::abort()": "they crashed in a trial run (SIGABRT)",
+    "std::raise(SIGSEGV)": "they crashed in a trial run (Segmentation fault)",
+    "std::abort()": "they crashed in a trial run (Aborted)",
     "sleep(600)": "a trial run of them did not end within 2 s",
     'write(2, "wrong slot", 10); _exit(3)': "a trial run of them failed (wrong slot)",
 }

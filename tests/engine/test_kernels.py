@@ -230,7 +230,7 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path, best: 
         before = kernels.calls()
         logits(engine)
         after = kernels.calls()
-        assert (after.products - before.products, after.attentions - before.attentions) == expected
+        assert (after[0] - before[0], after[1] - before[1]) == expected
         kernels.use("off")
 
 
@@ -258,17 +258,17 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after another engine, for whose model it computed something else."""
-    for written, computed in (
-        (small_heads, (True, False)),
-        (unquantised, (False, True)),
-        (half_quantised, (False, True)),
+    for written, left in (
+        (small_heads, ("attention",)),
+        (unquantised, ("matrix products",)),
+        (half_quantised, ("matrix products",)),
     ):
         with monkeypatch.context() as patch:
             path = written(tmp_path, patch)
-        assert open_engine(path)[1].computed == computed
-        assert open_engine(tiny)[1].computed == (True, True)
+        assert open_engine(path)[1].left_to_llama_cpp == left
+        assert open_engine(tiny)[1].left_to_llama_cpp == ()
     kernels.use("off")
-    assert open_engine(tiny)[1].computed == (False, False)
+    assert open_engine(tiny)[1].left_to_llama_cpp == ("matrix products", "attention")
 
 
 @pytest.mark.usefixtures("best")
@@ -377,10 +377,8 @@ def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_co
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
     """A process with this file's names and the selected kernels of the first variant."""
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent / "support"), str(SOURCES.parent)]
     start = (
-        f"import gc, pathlib, sys; sys.path[:0] = {paths!r}\nimport psutil\nfrom specserve.engine import kernels\n"
+        f"import gc, pathlib, sys; sys.path[:0] = {sys.path!r}\nimport psutil\nfrom specserve.engine import kernels\n"
         "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"
         "kernels.use('auto', variant=SUPPORTED_VARIANTS[0])\n"
     )
@@ -453,7 +451,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_no_error(tmp_path: Path
         ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
     ).stdout.strip()
     outcome = subprocess.run(
-        [sys.executable, "-c", _ALL_KERNELS, str(library), str(Path(__file__).parent), str(SOURCES.parent)],
+        [sys.executable, "-c", _ALL_KERNELS, str(library), *sys.path],
         env={**environment, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"},
         capture_output=True,
         text=True,

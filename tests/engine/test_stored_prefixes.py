@@ -107,7 +107,7 @@ def test_the_answer_is_the_one_without_a_store() -> None:
             others(pair)
         assert answers[1].cached_tokens == 5 * BLOCK_TOKENS
         assert answers[0].answer == answers[1].answer
-        assert answers[1].stats.accepted > 0, "the draft model has caught up"
+        assert answers[1].stats.accepted > 0, "the draft prefill is over"
 
 
 def test_a_prompt_that_is_stored_as_a_whole_still_computes_its_last_token() -> None:

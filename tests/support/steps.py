@@ -17,21 +17,21 @@ def finished_step(
     position: int = 1,
     seconds: tuple[float, float, float] = (0.1, 0.2, 0.01),
 ) -> Step:
-    """A step that has decided these tokens.
+    """A step that has committed these tokens.
 
     Args:
         info: the request's labels.
         drafters: of each draft.
         accepted: how many drafts were.
-        tokens: that were decided.
-        position: number of tokens that were decided before it; 0 for the end of a prefill.
+        tokens: that were committed.
+        position: number of tokens that were committed before it; 0 for the end of a prefill.
         seconds: of drafting, of the target's pass, and of all else.
     """
     sequence = Sequence([1] * 50, SamplingParams(), SpeculationParams(), max_tokens=99, info=info)
     sequence.tokens += [7] * position
     step = Step(sequence, cached=49 + position, rows=1)
     step.drafts = [Draft(7, None, drafter, 0.5) for drafter in drafters]
-    step.n_accepted, step.n_decided = accepted, len(tokens)
+    step.n_accepted, step.n_committed = accepted, len(tokens)
     step.seconds = TimeShare(*seconds)
     sequence.tokens += tokens
     return step

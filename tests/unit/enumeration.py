@@ -122,9 +122,9 @@ def joint_by_rounds(
             # The number that sampled a draft lies anywhere in that token's interval of q; a correct rule ignores it.
             given = {(Purpose.DRAFT, i): _middle(row, drafts[i]) for i, row in enumerate(rows_q)}
             for (n_accepted, token), probability in verdicts(rule, rows_p, rows_q, drafts, given):
-                decided = (*drafts[:n_accepted], token)[:missing]
-                for rest, rest_probability in joint_after(prefix + decided, rounds_left - 1).items():
-                    joint[decided + rest] += drafted * probability * rest_probability
+                committed = (*drafts[:n_accepted], token)[:missing]
+                for rest, rest_probability in joint_after(prefix + committed, rounds_left - 1).items():
+                    joint[committed + rest] += drafted * probability * rest_probability
         return joint
 
     return joint_after((), rounds)

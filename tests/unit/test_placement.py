@@ -114,18 +114,6 @@ def test_short_interruptions_change_nothing() -> None:
         assert placement.cores == tuple(range(len(taken)))
 
 
-def test_followers_are_told_of_the_cores_now_and_after_each_change() -> None:
-    machine = FakeMachine(2)
-    placement = placement_on(machine)
-    seen: list[tuple[int, ...]] = []
-    placement.follow(seen.append)
-    machine.run(placement)
-    machine.taken[0] = 1.0
-    for _ in range(4):
-        machine.run(placement)
-    assert seen == [(0, 1), (1,)]
-
-
 def test_machine_that_tells_nothing_computes_with_all_threads() -> None:
     machine = FakeMachine(0)
     machine.taken = {0: 1.0, 1: 1.0}

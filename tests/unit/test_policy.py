@@ -49,7 +49,7 @@ def controller() -> Controller:
 def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> float:
     """Expected tokens minus the price of their time, directly from the definition."""
     tokens = sum(c.p_all_accepted * c.acceptance**n for c, gamma in drafts for n in range(1, gamma + 1))
-    price = sum(candidate.catch_up for candidate, gamma in drafts if gamma)
+    price = sum(candidate.draft_prefill for candidate, gamma in drafts if gamma)
     for n in range(1, MAX_DRAFTS + 1):
         drafting = sum(gamma >= n for _, gamma in drafts)
         price += prices.draft(drafting)
@@ -109,7 +109,7 @@ def test_a_full_sequence_is_skipped_and_costs_nothing() -> None:
     assert choose_for_model([full, other], 5, prices) == ([1], choose_for_model([other], 5, prices)[1])
 
 
-def test_a_catch_up_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
+def test_a_draft_prefill_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
     prices = Prices(lambda rows: 2 + 0.06 * rows, lambda rows: 0.26 + 0.016 * rows if rows else 0.0)
     short_answer, long_answer = Candidate(1.0, 0.65, MAX_DRAFTS, 2.7), Candidate(1.0, 0.64, MAX_DRAFTS, 0.1)
     assert choose_for_model([short_answer, long_answer], 2, prices)[0] == [1]
@@ -132,45 +132,47 @@ def test_rows_are_worth_adding_only_if_some_number_of_them_is() -> None:
     assert rows_worth_adding([0.65], 1, prices_of(STAIRS, STAIRS)) == (0, 0.0)
 
 
-# Offers
+# Proposals
 
 
-def offer_length(
+def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
     step = Step(sequence(), 0, 1, 8)
     step.add(Draft(1, None, "model", reached, reached))
-    return controller().offer_length(step, probabilities, by_model, 1, prices)
+    return controller().proposal_length(step, probabilities, by_model, 1, prices)
 
 
 @given(accepted=st.lists(probabilities, max_size=MAX_DRAFTS), reached=probabilities, target=curves)
-def test_an_offer_is_drafted_as_far_as_its_rows_pay(accepted: list[float], reached: float, target: list[float]) -> None:
+def test_a_proposal_is_drafted_as_far_as_its_rows_pay(
+    accepted: list[float], reached: float, target: list[float]
+) -> None:
     def gain(length: int) -> float:
         prefixes = [reached * math.prod(accepted[: n + 1]) for n in range(length)]
         return sum(prefixes) - (target[1 + length] - target[1])
 
-    length = offer_length(accepted, prices_of(target, [9.0] * 50), reached=reached)
+    length = proposal_length(accepted, prices_of(target, [9.0] * 50), reached=reached)
     assert gain(length) == pytest.approx(max(gain(n) for n in range(len(accepted) + 1)))
 
 
 def test_an_unlikely_offer_yields_to_the_draft_model_and_a_likely_one_does_not() -> None:
     prices, by_model = prices_of(STAIRS, [0.1 + 0.01 * rows for rows in range(50)]), Candidate(1.0, 0.95, MAX_DRAFTS)
-    assert offer_length([0.9, 0.2, 0.01, 0.01], prices) == 3, "rows that cost nothing are filled"
-    assert offer_length([0.3] * 3, prices, by_model) == 0
-    assert offer_length([0.99] * 3, prices, by_model) == 3
+    assert proposal_length([0.9, 0.2, 0.01, 0.01], prices) == 3, "rows that cost nothing are filled"
+    assert proposal_length([0.3] * 3, prices, by_model) == 0
+    assert proposal_length([0.99] * 3, prices, by_model) == 3
 
 
 def test_unlikely_tokens_at_the_end_of_an_offer_do_not_keep_a_likely_one_from_being_drafted() -> None:
     """The target costs .92 tokens and .08 a row, the draft model .3."""
     prices = Prices(lambda rows: 0.92 + 0.08 * rows, lambda rows: 0.3 * (rows > 0))
     for unlikely in (0, 1, 5, 14):
-        assert offer_length([0.9, *[0.05] * unlikely], prices, Candidate(1.0, 0.8, MAX_DRAFTS)) == 1
+        assert proposal_length([0.9, *[0.05] * unlikely], prices, Candidate(1.0, 0.8, MAX_DRAFTS)) == 1
 
 
 def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_get_right() -> None:
     step, prices = Step(sequence("fixed"), 0, 1, 8), prices_of([float(rows) for rows in range(50)], STAIRS)
-    assert controller().offer_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), 1, prices) == 2
-    assert controller().offer_length(step, [0.9, 0.7, 0.3], None, 1, prices) == 3
+    assert controller().proposal_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), 1, prices) == 2
+    assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, 1, prices) == 3
 
 
 # What a round begins with
@@ -202,7 +204,7 @@ def count_round(balance: Balance, tokens: int, extra: float) -> None:
     """Account for a round whose plain pass takes two seconds, and its drafts so many passes more."""
     step = Step(sequence(), 0, 1, 8)
     step.seconds.plain, step.seconds.target_drafts, step.seconds.draft_model = 2.0, extra, extra
-    step.n_decided = tokens
+    step.n_committed = tokens
     balance.count_round(step)
 
 
@@ -236,7 +238,7 @@ def test_drafts_that_only_lose_cost_ten_passes_and_one_per_cent() -> None:
     assert lost > 55
 
 
-# Catch-ups
+# Draft prefill
 
 
 def tokens_that_share(own: Controller, of: Sequence, pending: int = 100) -> float:
@@ -244,10 +246,10 @@ def tokens_that_share(own: Controller, of: Sequence, pending: int = 100) -> floa
     prices = own.prices([sequence()], 0, 0)
     candidate = own.candidate(Step(of, 0, 1, 8), pending, prices)
     assert candidate
-    return (prices.draft(pending) - prices.draft(1)) / candidate.catch_up
+    return (prices.draft(pending) - prices.draft(1)) / candidate.draft_prefill
 
 
-def test_a_catch_up_is_spread_over_the_tokens_that_follow_in_nine_of_ten_answers() -> None:
+def test_a_draft_prefill_is_spread_over_the_tokens_that_follow_in_nine_of_ten_answers() -> None:
     own = controller()
     found = [tokens_that_share(own, sequence(generated=n, max_tokens=5000)) for n in (1, 8, 100, 3000)]
     assert found == pytest.approx([3, 8, 28, 2000]), "a new server assumes lengths of 2 to 2,048"
@@ -261,7 +263,7 @@ def test_a_catch_up_is_spread_over_the_tokens_that_follow_in_nine_of_ten_answers
     prices = own.prices([sequence()], 0, 0)
     candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, prices)
     assert candidate
-    assert candidate.catch_up == 0
+    assert candidate.draft_prefill == 0
 
 
 def test_answers_that_were_cut_off_would_have_gone_on() -> None:
@@ -305,7 +307,7 @@ def test_what_is_drafted_depends_on_what_passes_cost_at_that_length() -> None:
         own = Controller(FixedCost(CostTable((1, 8, 16), (64, 16_384), (short, far))), None)
         step = Step(sequence(gamma=15), 0, 1, 15)
         lengths[name] = [
-            own.offer_length(step, [0.6] * 12, None, 1, own.prices([sequence()], kv_len, 64))
+            own.proposal_length(step, [0.6] * 12, None, 1, own.prices([sequence()], kv_len, 64))
             for kv_len in (64, 4096, 8192, 16_384)
         ]
     assert lengths["usual"] == sorted(lengths["usual"], reverse=True)

@@ -139,7 +139,7 @@ class Routes:
             "batch_invariance": {"sentence": REPEATS}
             if models.invariance is None
             else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
-            "kernels": {**models.kernels._asdict(), **calls()._asdict()},
+            "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
             "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {

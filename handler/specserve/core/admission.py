@@ -2,8 +2,8 @@
 
 Clients take turns, and so do the requests of a client. A sequence that waits for room is passed by smaller ones until
 it has waited for `_AGED_SECONDS`. Then sequences that came after it are preempted for it, and those of a client with
-more than its share; other clients' once they have decided `_TURN_TOKENS` in their slot. So all get to their end: any
-fits alone, and one that gives way to another client has decided tokens before.
+more than its share; other clients' once they have committed `_TURN_TOKENS` in their slot. So all get to their end: any
+fits alone, and one that gives way to another client has committed tokens before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specserve.sequence import Sequence, common_prefix
 # clients state thousands, or nothing, and get hundreds. An answer that has used them up is promised as many again;
 # where there is no room, the sequence admitted last makes it (`Scheduler`). An assumption, which no command prints.
 _ANSWER = 1024
-# Seconds after which nobody passes a sequence that waits for room, and tokens that one decides before it is preempted
+# Seconds after which nobody passes a sequence that waits for room, and tokens that one commits before it is preempted
 # for a younger one. Assumptions, which no command prints.
 _AGED_SECONDS, _TURN_TOKENS = 10.0, 256
 # More pending tokens are a long prefill. Half of the slots may have one at a time; three quarters, if another is

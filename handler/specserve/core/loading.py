@@ -250,20 +250,19 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
         pool=placement.pool,
         **options,
     )
-    left = [part for part, ours in zip(("matrix products", "attention"), engine.computed, strict=True) if not ours]
-    if kernels.in_use().variant and left:
+    if kernels.in_use().variant and engine.left_to_llama_cpp:
         logger.warning(
             "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
             "more than it could (specserve's are for weights in %s)",
             model.path,
-            " and ".join(left),
+            " and ".join(engine.left_to_llama_cpp),
             ", ".join(kernels.in_use().formats),
         )
     return engine
 
 
 def _measured_invariance(target: LlamaEngine) -> Invariance | None:
-    if all(target.computed):
+    if not target.left_to_llama_cpp:
         logger.info("specserve: %s", REPEATS)
         return None
     invariance = probe(target)

@@ -88,7 +88,7 @@ class PrefixCache:
         return len(sequence.tokens) - self._target.end(sequence.slot)
 
     def decodes(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is not in prefill: every round that has time for its mask decides tokens."""
+        """Whether a running sequence is not in prefill: every round that has time for its mask commits tokens."""
         return sequence.generated > 0 and self.pending(sequence) == 1
 
     def is_restoring(self, sequence: Sequence) -> bool:
@@ -221,7 +221,7 @@ class PrefixCache:
         slot = sequence.slot
         self._restoring.pop(sequence, None)
         self._unstored.discard(slot)
-        # Tokens are decided by finite logits only, and these depend on all keys and values before them.
+        # Tokens are committed by finite logits only, and these depend on all keys and values before them.
         if sequence.round_number:
             self._unstored.add(slot)
         self._target.unpin(slot)

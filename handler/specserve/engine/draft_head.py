@@ -32,7 +32,6 @@ class DraftHead:
     """
 
     def __init__(self, size: int, always: Iterable[int]) -> None:
-        self._size = size
         self._until = np.zeros(-(-size // GROUP), np.int64)
         forever = np.iinfo(np.int64).max
         self._until[: _FREQUENT // GROUP] = forever
@@ -45,9 +44,3 @@ class DraftHead:
         among = np.array(tokens) // GROUP
         self._until[among] = np.maximum(self._until[among], self._read + _RECENT)
         return np.flatnonzero(self._until > self._read).astype(np.int32)
-
-    def computed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        """Tell which logits a pass that reads these tokens computes, shape (vocabulary,)."""
-        groups = np.zeros(self._until.size, np.bool_)
-        groups[self.groups(tokens)] = True
-        return np.repeat(groups, GROUP)[: self._size]

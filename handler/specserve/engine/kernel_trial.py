@@ -82,11 +82,8 @@ def _in_another_process() -> dict[str, str]:
         )
     except subprocess.TimeoutExpired as error:
         raise Unusable(f"a trial run of them did not end within {_MAX_SECONDS} s") from error
-    except OSError as error:
-        raise Unusable(f"a trial run of them cannot be started ({error.strerror})") from error
     if trial.returncode < 0:
-        name = next((known.name for known in signal.Signals if known == -trial.returncode), str(-trial.returncode))
-        raise Unusable(f"they crashed in a trial run ({name})")
+        raise Unusable(f"they crashed in a trial run ({signal.strsignal(-trial.returncode)})")
     if trial.returncode:
         *_, reason = trial.stderr.decode(errors="replace").splitlines() or ["no reason given"]
         raise Unusable(f"a trial run of them failed ({reason})")

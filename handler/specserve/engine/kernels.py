@@ -108,28 +108,18 @@ def identity() -> str:
     return f"{checksum()} {chosen.variant} {' '.join(chosen.formats)}" if chosen.variant else "stock"
 
 
-class Calls(NamedTuple):
-    """How many matrix products and attentions specserve's kernels have computed."""
-
-    products: int
-    attentions: int
-
-
-def calls() -> Calls:
-    """Return the counts since the process began; zero if the library is not loaded."""
+def calls() -> tuple[int, int]:
+    """Return how many matrix products and attentions specserve's kernels have computed in this process."""
     found = loaded()
-    return Calls(found.specserve_products(), found.specserve_attentions()) if found else Calls(0, 0)
+    return (found.specserve_products(), found.specserve_attentions()) if found else (0, 0)
 
 
-class Share(NamedTuple):
-    """What specserve's kernels computed of a forward pass: all matrix products, all attention."""
+def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
+    """Return what llama.cpp's kernels compute in the forward passes in `run`, in part or whole; no others may run.
 
-    products: bool
-    attention: bool
-
-
-def share_of(run: Callable[[], object]) -> Share:
-    """Return what specserve's kernels compute of the forward passes in `run`; no others may run meanwhile."""
+    Returns:
+        Of "matrix products" and "attention" those that specserve's kernels do not compute all of.
+    """
     found, before = loaded(), calls()
     if found:
         # The notes of earlier passes.
@@ -137,7 +127,5 @@ def share_of(run: Callable[[], object]) -> Share:
     run()
     after, left = calls(), found.specserve_left() if found else 0
     # Bits 0 and 1, see library.cpp. llama.cpp notes nothing while the library is not in its list of buffer types.
-    return Share(
-        products=after.products > before.products and not left & 1,
-        attention=after.attentions > before.attentions and not left & 2,
-    )
+    parts = enumerate(("matrix products", "attention"))
+    return tuple(part for bit, part in parts if after[bit] == before[bit] or left >> bit & 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -20,8 +19,6 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 
-logger = logging.getLogger(__name__)
-
 # Types of ggml.h, which llama-cpp-python does not export.
 _TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
 
@@ -31,7 +28,7 @@ class LlamaEngine:
 
     With specserve's attention kernel (engine/kernels.py) a row reads the cells of its own sequence only, and its result
     depends neither on where in the cache they are nor on other rows. llama.cpp's kernel, which also computes what ours
-    cannot, reads the cells of all sequences, and sums in their order. `computed` tells which one the model has.
+    cannot, reads the cells of all sequences, and sums in their order. `left_to_llama_cpp` tells which one computes.
 
     Args:
         model: its weights.
@@ -102,9 +99,9 @@ class LlamaEngine:
         self._pool = pool
         if pool:
             pool.add(context)
-        # What specserve's kernels compute of a pass.
         try:
-            self.computed = kernels.share_of(lambda: self._check_first_pass(model))
+            # What specserve's kernels do not compute of a pass.
+            self.left_to_llama_cpp = kernels.left_to_llama_cpp(lambda: self._check_first_pass(model))
         except EngineError as error:
             self.close()
             raise ModelLoadError(f"{model.path}: its first forward pass failed: {error}") from error
@@ -132,16 +129,8 @@ class LlamaEngine:
         self._batch = batch
 
     def _check_first_pass(self, model: LlamaModel) -> None:
-        """Refuse models whose cache cannot be truncated, such as recurrent ones; see whether the head is limited."""
-        tokens = [0, 0]
-        logits = self.forward([Row(token, 0, position, position == 1) for position, token in enumerate(tokens)])
-        if self._head is not None and np.isfinite(logits[0, ~self._head.computed(tokens)]).any():
-            self._head = None
-            logger.warning(
-                "specserve: %s: its passes compute the whole head, and take longer than they could: the head's format "
-                "has no kernel of specserve's, or llama.cpp does not call its product result_output",
-                model.path,
-            )
+        """Refuse models whose cache cannot be truncated, such as recurrent ones."""
+        self.forward([Row(0, 0, position, wants_logits=position == 1) for position in range(2)])
         if not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
@@ -154,7 +143,7 @@ class LlamaEngine:
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
-        if self.computed.attention:
+        if "attention" not in self.left_to_llama_cpp:
             return max(map(self.cached_len, slots), default=0)
         return sum(map(self.cached_len, range(self.n_slots)))
 
@@ -201,7 +190,9 @@ class LlamaEngine:
     def token_bytes(self) -> int | None:
         """Bytes of a cached token's keys and values in all layers; None if they cannot be saved."""
         # Where llama.cpp attends in some layers, it keeps keys and values of its own.
-        return (self._attention.cell_bytes or None) if self._attention and self.computed.attention else None
+        if self._attention is None or "attention" in self.left_to_llama_cpp:
+            return None
+        return self._attention.cell_bytes or None
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Copy the keys and values of a slot's tokens; see `Engine.save`."""

@@ -182,7 +182,6 @@ class Placement:
         self._workers = workers
         self._read = read
         self._clock = clock
-        self._followers: list[Callable[[tuple[int, ...]], None]] = []
         # Of the usable ones, those that this worker shares with no other, and those that a cgroup has not taken away.
         self._mine = self._left = usable.cores
         self._available = dict.fromkeys(usable.cores, 1.0)
@@ -190,21 +189,6 @@ class Placement:
         self._next_look = -math.inf
         self._next_log = -math.inf
         pool.run_on(self.cores)
-
-    def follow(self, follower: Callable[[tuple[int, ...]], None]) -> None:
-        """Tell a follower which cores passes run on: now, and whenever others are chosen."""
-        self._followers.append(follower)
-        follower(self.cores)
-
-    def run_on(self, cores: tuple[int, ...]) -> None:
-        """Let passes run on these cores."""
-        if cores != self.cores:
-            self.cores = cores
-            # What is known of threads on other cores says nothing of these.
-            self._last = None
-            self.pool.run_on(cores)
-            for follower in self._followers:
-                follower(cores)
 
     def begin_round(self) -> None:
         """Choose the cores of the next passes; to be called before each round."""
@@ -221,11 +205,15 @@ class Placement:
         present = speed([self._available[core] for core in self.cores])
         if mine != self._mine or promised > (1 + _MARGIN / len(best)) * present:
             self._mine = mine
-            if best != self.cores and now >= self._next_log:
+            if best == self.cores:
+                return
+            if now >= self._next_log:
                 names = f"core{'s' * (len(best) > 1)} {', '.join(map(str, best))}"
                 logger.info("specserve: others are busy: passes run on %s, and change as these come and go", names)
                 self._next_log = now + _LOG_SECONDS
-            self.run_on(best)
+            # What is known of threads on other cores says nothing of these.
+            self.cores, self._last = best, None
+            self.pool.run_on(best)
 
     def _look(self, now: Usage) -> None:
         """Update which cores there are, and the share of each that a thread would get, since the last look."""

@@ -80,7 +80,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
 
     Args:
         logits: shape (vocabulary,); not changed.
-        sequence: the decided tokens, and the request's settings.
+        sequence: the committed tokens, and the request's settings.
         drafts: draft tokens between those and this position.
 
     Returns:
@@ -115,8 +115,8 @@ class TargetDistributions:
     rejection; block verification asks for those of all drafts, up to a draft of probability 0.
 
     Args:
-        logits: the target's rows, from that of the last decided token on; overwritten by its next pass.
-        sequence: the decided tokens.
+        logits: the target's rows, from that of the last committed token on; overwritten by its next pass.
+        sequence: the committed tokens.
         drafts: the draft tokens after them.
     """
 

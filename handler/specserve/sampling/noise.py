@@ -38,7 +38,7 @@ class Noise:
         round_number: of the sequence.
         seed: the request's.
         choice: the index of the sequence among the request's completions of one prompt.
-        position: how many tokens of the output are decided; `index` counts from there.
+        position: how many tokens of the output are committed; `index` counts from there.
     """
 
     def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:

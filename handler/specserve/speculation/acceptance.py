@@ -102,21 +102,21 @@ class Acceptance:
         """Drop what a sequence has shown; what all have shown stays."""
         self._averages.pop(sequence, None)
 
-    def learn_from(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
-        """Learn from a verification: from the drafts up to the first rejected one, and from refused offers.
+    def learn_from(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
+        """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
 
         Args:
-            step: its offers were refused at the first position, which is always reached. Without them a drafter that
+            step: its proposals were refused at the first position, which is always reached. Without them a drafter that
                 was wrong for a while would never be tried again.
             p: the target's distributions.
-            decided: the accepted drafts, and the rule's own token if there is one.
+            committed: the accepted drafts, and the rule's own token if there is one.
         """
         sequence, n_accepted = step.sequence, step.n_accepted
         # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
         # more. Where it is known, it says more than the outcome.
         knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
         for refused in step.refused:
-            accepted = float(p[0][refused.token] if knows_probability else refused.token == decided[0])
+            accepted = float(p[0][refused.token] if knows_probability else refused.token == committed[0])
             self._calibration(sequence, refused.drafter).learn(refused.confidence, accepted)
         outcomes = []
         for index, draft in enumerate(step.drafts[: n_accepted + 1]):
@@ -126,8 +126,8 @@ class Acceptance:
             if draft.drafter == "model":
                 outcomes.append(accepted)
         self._learn_average(step, p, outcomes)
-        if len(decided) > n_accepted:
-            self._learn_alternatives(step, decided[n_accepted])
+        if len(committed) > n_accepted:
+            self._learn_alternatives(step, committed[n_accepted])
 
     def _learn_average(self, step: Step, p: TargetDistributions, outcomes: list[float]) -> None:
         """Let the average follow the outcomes of the model's drafts, or what the target's confidence lets expect.

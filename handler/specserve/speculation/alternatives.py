@@ -1,7 +1,7 @@
 """Alternatives: tokens that may be recovered in place of a rejected draft, read by the target beside the drafts.
 
 Where a further row costs the target's pass next to nothing, the target also reads the draft model's next choices. If
-the rule recovers one of them, its row of logits is there already, and the round decides one token more, as the next
+the rule recovers one of them, its row of logits is there already, and the round commits one more token, as the next
 round would without drafts (round.py). The rules know nothing of it, so the distribution is the target's.
 """
 

@@ -7,7 +7,6 @@ import statistics
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,37 +36,25 @@ class CostTable:
         rows: the numbers of rows that were timed, ascending, 1 first.
         kv_len: the KV cache lengths that they were timed after, ascending.
         seconds: by KV cache length, then by number of rows.
-
-    Raises:
-        ValueError: these do not fit together, or are no times.
     """
 
     rows: tuple[int, ...]
     kv_len: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
-    def __post_init__(self) -> None:
-        """Refuse a table that is not complete."""
-        shape = {len(seconds) for seconds in self.seconds}
-        is_ascending = all(low < high for low, high in [*pairwise((0, *self.rows)), *pairwise((-1, *self.kv_len))])
-        if not is_ascending or shape != {len(self.rows)} or len(self.seconds) != len(self.kv_len):
-            raise ValueError("no seconds for each number of rows after each length, both ascending")
-        if self.rows[:1] != (1,) or not all(0 < seconds < math.inf for after in self.seconds for seconds in after):
-            raise ValueError("no seconds of one row, or none that a pass can take")
-
-    def at(self, kv_len: int) -> list[float]:
+    def at(self, kv_len: int) -> FloatArray:
         """Seconds for each number of rows in `rows` after `kv_len` tokens.
 
         On the line between the measurements before and after that length, beyond the last on the last line.
         """
         # Attention never gets cheaper with the context: a line that falls is noise.
-        rising = list(accumulate(self.seconds, lambda before, now: tuple(map(max, before, now))))
+        rising: FloatArray = np.maximum.accumulate(np.array(self.seconds))
         index = min(bisect_right(self.kv_len, kv_len), len(rising) - 1)
-        if index == 0:
-            return list(rising[0])
-        (near, far), (short, long) = self.kv_len[index - 1 : index + 1], rising[index - 1 : index + 1]
-        share = (kv_len - near) / (far - near)
-        return [low + share * (high - low) for low, high in zip(short, long, strict=True)]
+        seconds: FloatArray = rising[index]
+        if index:
+            near, far = self.kv_len[index - 1 : index + 1]
+            seconds = rising[index - 1] + (kv_len - near) / (far - near) * (seconds - rising[index - 1])
+        return seconds
 
 
 class PassCosts:
@@ -147,7 +134,7 @@ def share_time(
     """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
 
     Args:
-        steps: of the round, before their tokens are decided.
+        steps: of the round, before their tokens are committed.
         costs: of the target's passes.
         kv_len: tokens of its cache that a row attends to.
         draft_seconds: that the round's drafting took.

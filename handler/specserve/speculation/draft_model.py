@@ -43,8 +43,8 @@ class DraftModel:
         cache: the model's KV cache; its slots are those of the target.
         cost: of its passes.
         window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/tried.md).
-        max_rows: the most tokens of a pass; at least two for every slot, so that a sequence that has caught up is never
-            delayed.
+        max_rows: the most tokens of a pass; at least two for every slot, so that a sequence whose draft prefill is over
+            is never delayed.
         vocabulary: the width of the target's rows.
         context_length: the most tokens of a slot.
     """
@@ -63,7 +63,7 @@ class DraftModel:
         # Rows of the last pass, and the KV length that the average one attended to.
         self._last = 0, 0
 
-    def catch_up(self, step: Step) -> int:
+    def draft_prefill(self, step: Step) -> int:
         """How many tokens it reads before it can draft the next one."""
         return min(step.length, self._window) if self._begins_anew(step) else self._lag(step)
 
@@ -72,7 +72,7 @@ class DraftModel:
         return max(step.tokens_from(max(0, step.length - self._window)), default=0) < self.cache.engine.width
 
     def read(self, steps: list[Step], *, is_shared: bool = False) -> PassResult:
-        """Catch up with the sequences of these steps, drafts included, in one pass: those with the least to read first.
+        """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
 
         Args:
             steps: of the sequences.
@@ -85,7 +85,7 @@ class DraftModel:
         rows: list[Row] = []
         complete: list[int] = []
         try:
-            for index in sorted(range(len(steps)), key=lambda index: self.catch_up(steps[index])):
+            for index in sorted(range(len(steps)), key=lambda index: self.draft_prefill(steps[index])):
                 if len(rows) == max_rows:
                     break
                 step, slot = steps[index], steps[index].sequence.slot
@@ -125,7 +125,7 @@ class DraftModel:
             # The last token is always read: its logits are those that are drafted from.
             prefixes = cache.prefixes(sequence.info.owner, sequence.tokens, len(sequence.tokens) - 1)
             source = max(range(cache.n_slots), key=lambda other: prefixes[other])
-            if prefixes[source] > max(cache.end(slot), step.length - self._window - 1):
+            if prefixes[source] > cache.end(slot):
                 cache.copy(source, slot, prefixes[source])
         if self._begins_anew(step):
             cache.restart(slot, step.length - min(step.length, self._window))

@@ -112,7 +112,7 @@ class Drafters:
             acceptance = [
                 self.controller.acceptance.of_token(sequence, proposer.name, stated) for stated in proposal.confidence
             ]
-            length = self.controller.offer_length(step, acceptance, self._candidate(step, prices), rows, prices)
+            length = self.controller.proposal_length(step, acceptance, self._candidate(step, prices), rows, prices)
             before = len(step.drafts)
             proposed = [
                 Draft(token, None, proposer.name, stated, probability)
@@ -142,7 +142,7 @@ class Drafters:
             return None
         if not self.model.can_read(step) or not step.compute_mask() or step.is_over(self._end_tokens):
             return None
-        return self.controller.candidate(step, self.model.catch_up(step), prices)
+        return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
     def _draft_by_model(
         self, model: DraftModel, steps: list[Step], rows: int, prices: Prices, *, is_shared: bool

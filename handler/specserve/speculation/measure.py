@@ -17,6 +17,7 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine, Row
@@ -204,13 +205,11 @@ def _stored(path: Path) -> CostTable | None:
     """The table of an earlier start; None if there is none that can be used."""
     try:
         with open(path, encoding="utf-8", opener=open_private) as file:
-            table = json.load(file)
-        seconds = tuple(tuple(map(float, after)) for after in table["seconds"])
-        return CostTable(tuple(map(int, table["rows"])), tuple(map(int, table["kv_len"])), seconds)
+            return TypeAdapter(CostTable).validate_json(file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        logger.warning("specserve: %s cannot be used (%s); measuring again", path, error)
+    except (OSError, ValueError) as error:
+        logger.warning("specserve: %s cannot be used (%s); measuring again", path, str(error).partition("\n")[0])
         return None
 
 

@@ -288,7 +288,7 @@ class _Aligned:
         return found
 
     def follow(self, answered: int, match: Match | None) -> None:
-        """Take note of where the decided answer is, if that is sure."""
+        """Take note of where the committed answer is, if that is sure."""
         if match and match.length >= _TRUSTED:
             self._answered, self._position = answered, match.end
 

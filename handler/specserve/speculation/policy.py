@@ -69,14 +69,14 @@ class Candidate(NamedTuple):
         p_all_accepted: the probability that all its drafts so far are accepted.
         acceptance: the probability that its next draft token is accepted.
         limit: how many more draft tokens the sequence may have.
-        catch_up: the part of the price, in tokens, of what the draft model has not read that this round pays.
+        draft_prefill: the part of the price, in tokens, of what the draft model has not read that this round pays.
         is_certain: whether the next token is drafted whatever it gains.
     """
 
     p_all_accepted: float
     acceptance: float
     limit: int
-    catch_up: float = 0.0
+    draft_prefill: float = 0.0
     is_certain: bool = False
 
 
@@ -118,14 +118,14 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Pri
     able = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
     certain = [index for index in able if candidates[index].is_certain]
     weighed = [index for index in able if not candidates[index].is_certain]
-    weighed.sort(key=lambda i: candidates[i].catch_up - candidates[i].p_all_accepted * candidates[i].acceptance)
+    weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
     rows += len(certain)
     base, base_draft = prices.target(rows), prices.draft(len(certain))
     best: tuple[list[int], float] = [], 0.0
     for k in range(1, len(weighed) + 1):
         first_k = [candidates[index] for index in weighed[:k]]
         expected, drafts = 0.0, 0
-        price = sum(candidate.catch_up for candidate in first_k)
+        price = sum(candidate.draft_prefill for candidate in first_k)
         for n in range(1, max(candidate.limit for candidate in first_k) + 1):
             drafting = [candidate for candidate in first_k if candidate.limit >= n]
             expected += sum(candidate.p_all_accepted * candidate.acceptance**n for candidate in drafting)
@@ -159,9 +159,9 @@ class Balance:
     def count_round(self, step: Step) -> None:
         """Account for a decode round; plain decoding would have given one token in one pass."""
         extra = (step.seconds.target_drafts + step.seconds.draft_model) / step.seconds.plain
-        self._tokens += step.n_decided
-        self._loss += 1 + extra - step.n_decided
-        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + step.n_decided
+        self._tokens += step.n_committed
+        self._loss += 1 + extra - step.n_committed
+        self._recent_tokens = _SPEEDUP_FADE * self._recent_tokens + step.n_committed
         self._recent_passes = _SPEEDUP_FADE * self._recent_passes + 1 + extra
 
 
@@ -195,10 +195,10 @@ class Controller:
         self._balances.pop(sequence, None)
         self.acceptance.forget(sequence)
 
-    def learn(self, step: Step, p: TargetDistributions, decided: list[int]) -> None:
+    def learn(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
         if step.sequence.speculation.mode != "off":
-            self.acceptance.learn_from(step, p, decided)
+            self.acceptance.learn_from(step, p, committed)
 
     def prices(
         self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
@@ -274,18 +274,18 @@ class Controller:
             step.model_ended = not (model_may_pay or _is_fixed(step))
         return able if rows_pay else fixed
 
-    def offer_length(
+    def proposal_length(
         self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, prices: Prices
     ) -> int:
-        """How many leading tokens of an offer to draft; 0 where the draft model gains more.
+        """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
-        Both are compared over the part of the offer that is worth drafting, since after it the model may draft in
+        Both are compared over the part of the proposal that is worth drafting, since after it the model may draft in
         either case; the model as if it drafted for this sequence alone. In mode `fixed` those before the first that is
         less likely than the model's next.
 
         Args:
             step: with the drafts before it.
-            probabilities: acceptance probability of each offered token.
+            probabilities: acceptance probability of each proposed token.
             by_model: the sequence as the draft model may go on with it instead; None where it may not.
             rows: of the target's pass by now.
             prices: of this round.
@@ -317,8 +317,8 @@ class Controller:
         if self.balance(sequence).is_over_budget:
             return None
         # The tokens that follow share what the draft model reads once.
-        catch_up = (prices.draft(pending) - prices.draft(1)) / self._following(sequence)
-        return Candidate(step.p_all_accepted, acceptance, step.rows_left, catch_up)
+        draft_prefill = (prices.draft(pending) - prices.draft(1)) / self._following(sequence)
+        return Candidate(step.p_all_accepted, acceptance, step.rows_left, draft_prefill)
 
     def _following(self, sequence: Sequence) -> float:
         """The tokens that nine of ten answers that had as many as this one had after those, at least one."""

@@ -13,7 +13,7 @@ drafts again (draft_model.py).
 The target may also have read alternatives to d and e (alternatives.py). If x is one, its row gives one more token, as a
 round without drafts would, and `Sequence.round_number` counts two rounds.
 
-A round's time for grammar masks is limited: a sequence without its mask decides nothing (`Sequence.deferrals`), and
+A round's time for grammar masks is limited: a sequence without its mask commits nothing (`Sequence.deferrals`), and
 waits for the next round.
 """
 
@@ -43,9 +43,9 @@ def run_round(
     *,
     awaiting_first_token: int = 0,
 ) -> None:
-    """Draft for the steps, run the target once over all their rows, and decide tokens.
+    """Draft for the steps, run the target once over all their rows, and commit tokens.
 
-    Decided tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
+    Committed tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
     what was accepted. The caller keeps statistics, and clears the caches of steps that failed.
 
     Args:
@@ -59,7 +59,7 @@ def run_round(
         EngineError: the target failed; the caller clears the caches of these sequences.
     """
     for step in steps:
-        if step.decides:
+        if step.commits:
             # The masks that are needed in any case come first. A missing one raises only in `_verify`.
             with step.contained():
                 step.compute_mask()
@@ -94,9 +94,9 @@ def _needs_masks_or_scores(step: Step) -> bool:
 
 
 def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray) -> None:
-    """Decide the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
+    """Commit the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
 
-    The caches then hold what is decided, but for its last token. An error leaves them to the caller.
+    The caches then hold what is committed, but for its last token. An error leaves them to the caller.
 
     Args:
         target: its cache.
@@ -109,10 +109,10 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
     try:
         if step.scores_rows:
             _score_prompt(step, logits[: step.rows])
-        if not step.decides:
+        if not step.commits:
             return
         after_pending = logits[step.rows_with_logits - 1 :]
-        step.n_decided = _decide(controller, step, after_pending[: len(step.drafts) + 1])
+        step.n_committed = _commit(controller, step, after_pending[: len(step.drafts) + 1])
         if drafters.model:
             drafters.model.cache.truncate(sequence.slot, len(sequence.tokens) - 1)
         places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
@@ -125,8 +125,8 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
             # A grammar that cannot be followed from here fails in the next round, as without alternatives.
             with suppress(ConstraintError):
                 # Without the mask after it an alternative gives no further token.
-                step.adopted = _decide(controller, after, after_alternatives[adopted : adopted + 1]) > 0
-                step.n_decided += step.adopted
+                step.adopted = _commit(controller, after, after_alternatives[adopted : adopted + 1]) > 0
+                step.n_committed += step.adopted
     except (FloatingPointError, ConstraintError) as error:
         step.error = error
         return
@@ -135,7 +135,7 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
         controller.balance(sequence).count_round(step)
 
 
-def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
+def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many tokens.
 
     Args:
@@ -150,21 +150,23 @@ def _decide(controller: Controller, step: Step, logits: FloatArray) -> int:
     sequence = step.sequence
     p = TargetDistributions(logits, sequence, step.draft_tokens)
     step.n_accepted, next_token = _verify(p, step)
-    decided = step.draft_tokens[: step.n_accepted] + ([] if next_token is None else [next_token])
-    if not decided:
+    committed = step.draft_tokens[: step.n_accepted] + ([] if next_token is None else [next_token])
+    if not committed:
         sequence.deferrals += 1
         return 0
-    controller.learn(step, p, decided)
+    controller.learn(step, p, committed)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:
-        sequence.scores += [score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(decided)]
+        sequence.scores += [
+            score(p.logits[index], token, sequence.top_logprobs) for index, token in enumerate(committed)
+        ]
     if sequence.keeps_sources:
         sequence.sources += step.drafted_by[: step.n_accepted]
-        sequence.sources += ["target"] * (len(decided) - step.n_accepted)
+        sequence.sources += ["target"] * (len(committed) - step.n_accepted)
     # `Generation` cuts what follows EOS or a stop string.
-    sequence.tokens += decided
-    return len(decided)
+    sequence.tokens += committed
+    return len(committed)
 
 
 def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
@@ -173,7 +175,7 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
     p raises `MaskDeferred` where the round has no more time for masks, and `ConstraintError` where a grammar cannot be
     followed further. A token is drafted only when the mask at its position is known, and every rule reads the mask
     after all drafts only once it has accepted them: so only the bonus token can be missing. The next round draws it, or
-    fails as it would without drafts; without drafts nothing is decided, and no random number was used.
+    fails as it would without drafts; without drafts nothing is committed, and no random number was used.
 
     Raises:
         ConstraintError: the grammar cannot be followed, without any draft or at a position of one.

@@ -1,4 +1,4 @@
-"""One sequence's part of a round: what the scheduler plans, what is drafted and decided, and its part of the time.
+"""One sequence's part of a round: what the scheduler plans, what is drafted and committed, and its part of the time.
 
 The scheduler makes a `Step`, the round fills it in (round.py), and statistics, metrics and traces read it.
 """
@@ -25,7 +25,7 @@ class Alternative(NamedTuple):
         draft_index: the index of the draft that it would replace.
         token: the draft model's next choice after the draft and the alternatives before it.
         share: its share of the probability that these leave.
-        gain: the estimated probability that it is recovered; the round then decides one token more.
+        gain: the estimated probability that it is recovered; the round then commits one more token.
     """
 
     draft_index: int
@@ -100,8 +100,8 @@ class Step:
         alternatives: those to the drafts that the target reads.
         model_ended: whether the draft model drafts no more in this round.
         n_accepted: how many drafts were accepted.
-        n_decided: how many tokens the round decided: these, the rule's own, and one after an adopted alternative.
-        adopted: whether an alternative was recovered, and the round decided one more token after it.
+        n_committed: how many tokens the round committed: these, the rule's own, and one after an adopted alternative.
+        adopted: whether an alternative was recovered, and the round committed one more token after it.
         error: why the sequence failed.
         seconds: its part of the round's time.
     """
@@ -116,15 +116,15 @@ class Step:
     alternatives: list[Alternative] = field(default_factory=list)
     model_ended: bool = False
     n_accepted: int = 0
-    n_decided: int = 0
+    n_committed: int = 0
     adopted: bool = False
     error: Exception | None = None
     seconds: TimeShare = field(default_factory=TimeShare)
     # What holds before the round: the length of the answer; whether the step is a prefill, of the prompt or of what a
-    # preempted sequence had before; whether it is to decide tokens (with `max_tokens` 0 none is wanted).
+    # preempted sequence had before; whether it is to commit tokens (with `max_tokens` 0 none is wanted).
     position: int = field(init=False)
     in_prefill: bool = field(init=False)
-    decides: bool = field(init=False)
+    commits: bool = field(init=False)
     noise: Noise = field(init=False)
     # The grammar's mask after so many drafts, shape (vocabulary,); None allows all tokens.
     _mask: NDArray[np.bool_] | None = None
@@ -134,7 +134,7 @@ class Step:
         sequence = self.sequence
         self.position = sequence.generated
         self.in_prefill = not sequence.generated or self.cached + 1 < len(sequence.tokens)
-        self.decides = self.cached + self.rows == len(sequence.tokens) and sequence.remaining > 0
+        self.commits = self.cached + self.rows == len(sequence.tokens) and sequence.remaining > 0
         # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by
         # `position` + index.
         self.noise = Noise(
@@ -232,8 +232,8 @@ class Step:
 
     @property
     def rows_with_logits(self) -> int:
-        """How many of `rows` need logits: the last if it decides, all of a scored prompt."""
-        return self.rows if self.scores_rows else int(self.decides)
+        """How many of `rows` need logits: the last if it commits, all of a scored prompt."""
+        return self.rows if self.scores_rows else int(self.commits)
 
     def target_rows(self) -> list[Row]:
         """The rows of the target's pass: pending tokens, then draft tokens, then alternatives."""
@@ -254,14 +254,14 @@ class Step:
 
     @property
     def is_decode_round(self) -> bool:
-        """Whether it has decided tokens, and was no prefill."""
-        return self.n_decided > 0 and not self.in_prefill and self.error is None
+        """Whether it has committed tokens, and was no prefill."""
+        return self.n_committed > 0 and not self.in_prefill and self.error is None
 
     @property
     def emitted(self) -> list[int]:
-        """The tokens that the round has decided, without what follows the end of the answer."""
+        """The tokens that the round has committed, without what follows the end of the answer."""
         first = self.sequence.prompt_length + self.position
-        return self.sequence.tokens[first : first + self.n_decided]
+        return self.sequence.tokens[first : first + self.n_committed]
 
     @property
     def accepted(self) -> int:
@@ -287,12 +287,12 @@ class Step:
         if not self.is_decode_round:
             return
         # Plain decoding takes a step for the EOS token as well.
-        decided = len(self.emitted) + sequence.ended_by_eos
+        committed = len(self.emitted) + sequence.ended_by_eos
         stats.rounds += 1
-        stats.decided += decided
+        stats.committed += committed
         stats.gammas[len(self.drafts)] += 1
         stats.drafted_by.update(self.drafted_by)
         stats.accepted_by.update(self.drafted_by[: self.accepted])
         stats.alternatives += len(self.alternatives)
         stats.adopted += self.adopted
-        stats.plain_seconds += decided * seconds.plain
+        stats.plain_seconds += committed * seconds.plain

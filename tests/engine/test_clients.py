@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pkgutil import resolve_name
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver
 from specserve.core import admission, prefix_cache
 from specserve.core.generation import Generation
+from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
 from specserve.observability.records import EndRecord
 from specserve.sequence import RequestInfo
@@ -379,3 +382,31 @@ def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.L
     assert recording.rounds
     assert recording.ends
     assert caplog.text.count("ZeroDivisionError:") == 1
+
+
+def test_thousands_of_answers_that_wait_are_not_all_looked_at_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for 128 answers each, also when all have waited for so long that others make way."""
+    now = [0.0]
+    pair = FakePair(n_cells=400, proposers=[], clock=lambda: now[0])
+    looked_at = Counter[str]()
+
+    def counted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*arguments: Any) -> Any:
+            looked_at[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    counted(PrefixCache, "find")
+    counted(admission.Waiting, "_make_way")
+    for request in range(10):
+        for choice in range(128):
+            pair.submit([5] * 60, mode="off", sampling=ENDLESS, max_tokens=300, request=f"{request}", choice=choice)
+    for aged in (False, True):
+        now[0] += 11.0 * aged
+        looked_at.clear()
+        pair.scheduler.run_round()
+        assert looked_at["find"] <= 100, aged
+        assert looked_at["_make_way"] <= 2

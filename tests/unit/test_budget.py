@@ -34,6 +34,7 @@ def test_late_chunks_are_narrower_than_early_ones_which_add_what_others_can_wait
     assert chunk(machine(far=2.0), 16_384) == 6
     assert chunk(machine(), 16_384, max_wait_seconds=0.01) == 4, "less would take nearly as long"
     assert chunk(machine(), 16_384, max_wait_seconds=math.inf) == 512
+    assert chunk(machine(), 0, max_rows=-2) == 0, "sequences have outgrown what they were promised"
 
 
 @given(

@@ -417,6 +417,7 @@ UNSUPPORTED: list[Any] = [
     ({"type": "strnig"}, "Invalid type"),
     ({"type": "string", "minLength": "a"}, "'minLength' must be a number"),
     ({"type": "number", "multipleOf": "a"}, "'multipleOf' must be a number"),
+    ({"type": "number", "multipleOf": True}, "'multipleOf' must be a number"),
     ({"type": 5, "uniqueItems": True}, "'type' must be a string or array"),
     ({"required": [{}], "oneOf": [{}, {}]}, "'required' must be strings"),
     ({"allOf": 5, "dependentRequired": {"a": ["b"]}}, "'allOf' must be a list"),

@@ -139,6 +139,10 @@ def test_a_damaged_table_is_one_line_of_the_log_and_measured_again(
         *({**good, "rows": 1}, {**good, "seconds": [1.0, 2.0]}, {**good, "kv_len": None}),
         {"rows": [1, 2], "kv_len": [64], "seconds": [[1.0, None]]},
         {"rows": [1, math.inf], "kv_len": [64], "seconds": [[1.0, 2.0]]},
+        {"rows": [1, 2], "kv_len": [64], "seconds": [[1.0, 0.0]]},
+        {"rows": [1, 2], "kv_len": [64], "seconds": [[1.0, math.nan]]},
+        {"rows": [2, 1], "kv_len": [64], "seconds": [[1.0, 2.0]]},
+        {"rows": [1, 2], "kv_len": [64, 128], "seconds": [[1.0, 2.0]]},
     ):
         caplog.clear()
         file.write_text(content if isinstance(content, str) else json.dumps(content))

@@ -336,3 +336,11 @@ def test_an_edit_takes_few_rounds_beyond_one_for_each_change() -> None:
         taken += rounds(sequence([1], prediction=page), answer, PredictionProposer())
         needed += len(new) + (len(answer) - len(new)) // 16
     assert taken < 1.25 * needed
+
+
+def test_pools_of_a_token_count_as_more_so_that_many_take_no_memory() -> None:
+    pools = Pools(1000)
+    for number in range(100):
+        pools.add(("client", f"pool {number}"), [1], [2])
+    kept = [number for number in range(100) if len(pools.of(("client", f"pool {number}"))) == 1]
+    assert len(kept) < 20

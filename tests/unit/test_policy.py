@@ -197,6 +197,12 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
         assert found == expected
 
 
+def test_where_sequences_have_outgrown_their_promises_nothing_is_drafted() -> None:
+    for max_wait in (math.inf, 0.1):
+        found = controller().max_drafts([sequence()], max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
+        assert found == [0]
+
+
 # The value of time, and the budget of losses
 
 

@@ -36,11 +36,23 @@ class CostTable:
         rows: the numbers of rows that were timed, ascending, 1 first.
         kv_len: the KV cache lengths that they were timed after, ascending.
         seconds: by KV cache length, then by number of rows.
+
+    Raises:
+        ValueError: these do not fit together, or are no times.
     """
 
     rows: tuple[int, ...]
     kv_len: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a table that is damaged: with it every round would fail."""
+        times = np.array(self.seconds)
+        is_ascending = self.rows[:1] == (1,) and (np.diff(self.rows) > 0).all() and (np.diff(self.kv_len) > 0).all()
+        if not is_ascending or times.shape != (len(self.kv_len), len(self.rows)) or not (times > 0).all():
+            raise ValueError("no seconds for each number of rows after each length, both ascending")
+        if not np.isfinite(times).all():
+            raise ValueError("no seconds that a pass can take")
 
     def at(self, kv_len: int) -> FloatArray:
         """Seconds for each number of rows in `rows` after `kv_len` tokens.

@@ -20,8 +20,8 @@ from specserve.errors import RequestError
 Part = dict[str, Any]
 Prepare = Callable[[Part], Part]
 # Private-use characters that stand in for names of control tokens that have to stay plain text.
-_PLACES = range(0x10F000, 0x110000)
-_HIDDEN = re.compile("[\U0010f000-\U0010ffff]")
+_PLACES = range(0x100000, 0x10FFFE)
+_HIDDEN = re.compile("[\U00100000-\U0010fffd]")
 
 # Average bytes per token. If a text has more, its beginning is tokenized first; a text with more than the longest token
 # has cannot fit and is not tokenized at all, since that takes more than linear time.

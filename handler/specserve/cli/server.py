@@ -28,8 +28,6 @@ from specserve.errors import EnvironmentFailure, ModelLoadError
 _FRONT_END_SECONDS = 30
 _POLL_SECONDS = 0.1
 _FIRST_COMPLETION_SECONDS = 300
-# How TorchServe's launcher ends where scripts/stop has ended it.
-_STOPPED = (-signal.SIGTERM, -signal.SIGKILL)
 _FIRST_PROMPT = "def fibonacci(n):\n"
 
 # Written by specserve where loading fails for a known reason.
@@ -108,7 +106,7 @@ def _wait_for_end(state: State, process: subprocess.Popen[bytes]) -> int:
         _stop(state)
         print("stopped.", flush=True)
         return 0
-    if process.returncode in _STOPPED:
+    if process.returncode == -signal.SIGTERM:
         print("stopped by scripts/stop.", flush=True)
         return 0
     raise EnvironmentFailure(

@@ -166,16 +166,20 @@ class PrefixCache:
         return any(slot in self._unstored for slot in unstored)
 
     def restore(self) -> dict[Sequence, Exception]:
-        """Begin a round: copy its part of the prefixes that come back, those first that lack least.
+        """Begin a round: copy its part of the prefixes that come back, half of it the oldest's, then the shortest first.
 
         Returns:
             The sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.
         """
         self._blocks_left = _BLOCKS_A_ROUND
         left, failed = _TOKENS_A_ROUND, {}
-        for sequence, end in sorted(self._restoring.items(), key=lambda item: item[1] - self._target.end(item[0].slot)):
+        waiting = list(self._restoring.items())
+        shortest_first = sorted(waiting, key=lambda item: item[1] - self._target.end(item[0].slot))
+        for number, (sequence, end) in enumerate([*waiting[:1], *shortest_first]):
+            if sequence not in self._restoring:
+                continue
             begin = self._target.end(sequence.slot)
-            part = min(end, begin + left)
+            part = min(end, begin + (left // 2 if number == 0 else left))
             try:
                 self.make_room(part - begin)
                 for saved in self._store.saved(sequence.info.owner, sequence.tokens, begin, part):

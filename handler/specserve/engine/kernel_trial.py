@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from specserve.config import cache_directory, processor
 from specserve.engine import kernel_library
 from specserve.engine.base import FloatArray
 from specserve.engine.kernel_library import Unusable, check_version, checksum, library
+from specserve.private_file import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +57,16 @@ def run() -> dict[str, str]:
     check_version()
     conditions = f"{checksum()} {importlib.metadata.version('llama-cpp-python')} {processor()}"
     note = cache_directory() / "kernels" / hashlib.sha256(conditions.encode()).hexdigest()[:32]
-    try:
-        if note.exists():
-            return {}
-    except OSError:
-        pass
+    # What others may have written counts for nothing.
+    with suppress(OSError), open(note, opener=open_private):
+        return {}
     rejected = _in_another_process()
     if reason := rejected.pop("attention", None):
         raise Unusable(f"attention {reason}")
     if not rejected:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.touch()
+            open(note, "w", opener=open_private).close()
         except OSError as error:
             logger.warning("specserve: %s cannot be written (%s); the next start tries again", note, error.strerror)
     return rejected

@@ -133,8 +133,10 @@ class Workers:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise OSError(errno.EPERM, "it is not a directory of this user's alone", str(directory))
         for left in directory.iterdir():
-            if abs(time() - left.lstat().st_mtime) > _FORGOTTEN_SECONDS:
-                left.unlink(missing_ok=True)
+            # Others may be clearing up, too.
+            with suppress(OSError):
+                if abs(time() - left.lstat().st_mtime) > _FORGOTTEN_SECONDS:
+                    left.unlink()
         descriptor, name = tempfile.mkstemp(dir=directory)
         os.close(descriptor)
         self._file = Path(name)

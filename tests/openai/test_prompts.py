@@ -128,7 +128,7 @@ def check_stop(qwen: Pair, speculation: dict[str, Any]) -> None:
     assert count > 0
     stopped = qwen.complete("The quick", **fields, stop=["never said", "<|fim_prefix|>"])
     assert stopped.finish_reason == "stop"
-    assert stopped.sequence.answer == free.sequence.answer[:count]
+    assert stopped.sequence.answer == free.sequence.answer[: count + 1]
     pieces = map(qwen.vocabulary.piece, free.sequence.answer[:count])
     assert stopped.text == b"".join(pieces).decode(errors="replace")
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "shares": set(),
     "private_file": set(),
     "sequence": {"errors"},
-    "engine": {"errors", "sequence", "config", "machine", "sampling.distribution"},
+    "engine": {"errors", "sequence", "config", "machine", "private_file", "sampling.distribution"},
     "sampling": {"errors", "sequence"},
     "grammar": {"errors", "sequence", "engine.base"},
     "speculation": {

@@ -166,7 +166,7 @@ class PrefixCache:
         return any(slot in self._unstored for slot in unstored)
 
     def restore(self) -> dict[Sequence, Exception]:
-        """Begin a round: copy its part of the prefixes that come back, half of it the oldest's, then the shortest first.
+        """Begin a round: copy its part of the prefixes that come back, half for the oldest, then the shortest first.
 
         Returns:
             The sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.

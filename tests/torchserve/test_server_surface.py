@@ -140,7 +140,7 @@ def test_an_unknown_field_is_ignored_and_named_in_a_header(server: Server) -> No
         assert answer.status_code == 200
         assert answer.headers["x-specserve-ignored"] == "temprature, messages[0].a%0D%0Aset-cookie%3A%20b"
         assert "set-cookie" not in answer.headers
-        known = server.post({"prompt": PROMPT, "max_tokens": 4, "stream": stream, "user": "u", "n_keep": 3})
+        known = server.post({"prompt": PROMPT, "max_tokens": 4, "stream": stream, "user": "u", "service_tier": "auto"})
         assert "x-specserve-ignored" not in known.headers
 
 

@@ -66,6 +66,8 @@ def run() -> dict[str, str]:
     if not rejected:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
+            # What stands there was not this user's alone.
+            note.unlink(missing_ok=True)
             open(note, "w", opener=open_private).close()
         except OSError as error:
             logger.warning("specserve: %s cannot be written (%s); the next start tries again", note, error.strerror)

@@ -217,6 +217,24 @@ def test_a_short_prefix_that_comes_back_waits_for_no_long_one(monkeypatch: pytes
     assert not slow.generated
 
 
+def test_a_long_prefix_comes_back_however_many_short_ones_another_client_brings_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alone it takes 32 rounds; half of each is its own."""
+    monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 64)
+    pair = Clients(store=PrefixStore(24, 10**6))
+    long, *short = (long_prompt(number) for number in range(61))
+    for client, prompt in (("victim", long), *(("hog", prompt[:300]) for prompt in short)):
+        pair.send(client, prompt)
+        pair.run()
+    victim = pair.send("victim", [*long, 1])
+    waiting = iter(short)
+    while not victim.generated:
+        pair.send("hog", [*next(waiting)[:300], 1])
+        pair.step(2)
+    assert 20 < len(short) - len(list(waiting)) < 40
+
+
 @pytest.mark.usefixtures("short_turns")
 def test_no_round_fails_where_prefixes_come_back_into_a_cache_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 16)

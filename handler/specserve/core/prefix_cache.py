@@ -173,13 +173,12 @@ class PrefixCache:
         """
         self._blocks_left = _BLOCKS_A_ROUND
         left, failed = _TOKENS_A_ROUND, {}
-        waiting = list(self._restoring.items())
-        shortest_first = sorted(waiting, key=lambda item: item[1] - self._target.end(item[0].slot))
-        for number, (sequence, end) in enumerate([*waiting[:1], *shortest_first]):
-            if sequence not in self._restoring:
-                continue
+        oldest, reserved = next(iter(self._restoring), None), left // 2
+        for sequence, end in sorted(self._restoring.items(), key=lambda item: item[1] - self._target.end(item[0].slot)):
+            if sequence is oldest:
+                reserved = 0
             begin = self._target.end(sequence.slot)
-            part = min(end, begin + (left // 2 if number == 0 else left))
+            part = min(end, begin + left - reserved)
             try:
                 self.make_room(part - begin)
                 for saved in self._store.saved(sequence.info.owner, sequence.tokens, begin, part):
@@ -192,7 +191,7 @@ class PrefixCache:
                 failed[sequence] = error
             loaded = self._target.end(sequence.slot) - begin
             sequence.cached_tokens += 0 if sequence.preemptions else loaded
-            if begin + loaded == end or (left and not loaded):
+            if begin + loaded == end or (part > begin and not loaded):
                 del self._restoring[sequence]
             left -= loaded
         return failed

@@ -119,3 +119,27 @@ class Contained:
             error = RequestError(sentence, status=500, kind="server_error")
         self._fail(error)
         return True
+
+
+class LoggedOnce:
+    """Keeps an `Exception` raised within from all requests; only the first is logged.
+
+    Args:
+        sentence: what it means for the operator.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+        self._has_failed = False
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        """Tell whether an error is dealt with."""
+        if not isinstance(error, Exception):
+            return False
+        if not self._has_failed:
+            logger.error("specserve: %s", self._sentence, exc_info=error)
+        self._has_failed = True
+        return True

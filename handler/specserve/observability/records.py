@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import abc
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
+from specserve.errors import LoggedOnce
 from specserve.sequence import RequestInfo
 from specserve.speculation.step import Step
 
-logger = logging.getLogger(__name__)
-
 _FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
-Record = TypeVar("Record")
 
 
 def family_label(name: str) -> str:
@@ -65,7 +61,7 @@ class Recorder:
 
     def __init__(self, observers: abc.Sequence[Observer]) -> None:
         self._observers = observers
-        self._has_failed = False
+        self._contained = LoggedOnce("metrics or traces are incomplete from now on")
 
     def record_round(self, steps: list[Step], started: float, now: float) -> None:
         """Record a round that began at `started`, after its tokens have been read."""
@@ -74,18 +70,11 @@ class Recorder:
             step.seconds.other = step.seconds.of_target * other_seconds
             step.count(now)
             for observer in self._observers:
-                self._tell(observer.round, step)
+                with self._contained:
+                    observer.round(step)
 
     def record_end(self, record: EndRecord) -> None:
         """Record that a sequence has finished, failed or left."""
         for observer in self._observers:
-            self._tell(observer.end, record)
-
-    def _tell(self, observe: Callable[[Record], None], record: Record) -> None:
-        try:
-            observe(record)
-        except Exception:
-            # Only the first of all is logged.
-            if not self._has_failed:
-                logger.exception("specserve: metrics or traces are incomplete from now on")
-            self._has_failed = True
+            with self._contained:
+                observer.end(record)

@@ -33,7 +33,7 @@ from specserve.core.budget import max_wait
 from specserve.core.engine_loop import EngineLoop, engine_thread
 from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_store
 from specserve.core.scheduler import Scheduler
-from specserve.errors import Contained, RequestError, SpecserveError
+from specserve.errors import Contained, LoggedOnce, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import (
     DRAFT_MODEL,
@@ -123,7 +123,7 @@ class Handler:
         self._loop = EngineLoop(self._scheduler, thread, models.placement)
         self._parser = Parser(self._routes)
         self._responses: dict[str, Response] = {}
-        self._metrics_failed = False
+        self._metrics_contained = LoggedOnce("metrics cannot be sent; this is not logged again")
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
@@ -259,9 +259,5 @@ class Handler:
         }
         if self._config.draft is not None:
             gauges[DRAFT_MODEL] = self._models.drafters.model is not None
-        try:
+        with self._metrics_contained:
             self._metrics.emit(gauges)
-        except Exception:
-            if not self._metrics_failed:
-                logger.exception("specserve: metrics cannot be sent; this is not logged again")
-            self._metrics_failed = True

@@ -103,7 +103,7 @@ class RequestInfo:
 
 
 class Constraint(Protocol):
-    """A grammar that the completion must follow, or only the calls of tools in it."""
+    """A grammar that the completion must follow, or only the tool calls in it."""
 
     @property
     def allows_text(self) -> bool:

@@ -327,7 +327,7 @@ class Controller:
         return max(1.0, min(sequence.remaining, length - sequence.generated))
 
     def _lengths_like(self, sequence: Sequence) -> deque[float]:
-        """The lengths of answers that follow a grammar, or do not, as a sequence's; calls of tools do not count."""
+        """The lengths of answers that follow a grammar, or do not, as a sequence's; tool calls do not count."""
         constraint = sequence.constraint
         return self._lengths[constraint is not None and not constraint.allows_text]
 

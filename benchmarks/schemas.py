@@ -42,13 +42,11 @@ PROMPT = "A short document in JSON:\n"
 
 @dataclass
 class Survey:
-    """The schemas of one set: those accepted here, all, those that llguidance accepts, reasons, compile times."""
-
-    accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    count: int = 0
-    llguidance: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
+    count: int
+    accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # here
+    llguidance: int = 0  # accepted by llguidance alone
+    reasons: Counter[str] = field(default_factory=Counter)  # of refusals
+    seconds: list[float] = field(default_factory=list)  # of compiling
 
 
 def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[str, Any]]]]:
@@ -65,7 +63,7 @@ def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[st
 
 def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler) -> Survey:
     """Compile every schema, here and with llguidance alone."""
-    found = Survey(count=len(schemas))
+    found = Survey(len(schemas))
     for name, schema in schemas:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
         found.llguidance += not llguidance.LLMatcher(compiler.tokenizer, grammar, log_level=0).is_error()
@@ -81,48 +79,36 @@ def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler)
     return found
 
 
-class Sampler:
-    """Samples answers as a worker would."""
-
-    def __init__(self, models: Models, config: HandlerConfig) -> None:
-        self._models = models
-        self._config = config
-        self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target_cost)
-
-    def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
-        """One sampled answer for each schema."""
-        scheduler = Scheduler(
-            self._models.target,
-            self._models.drafters,
-            prefill_rows=PREFILL_ROWS,
-            max_wait_seconds=self._wait,
-            begin_masks=self._models.grammars.begin_round,
-        )
-        generations = [self._generation(schema, mode) for schema in schemas]
-        for generation in generations:
-            scheduler.submit(generation)
-        while scheduler.busy:
-            scheduler.run_round()
-        return generations
-
-    def _generation(self, schema: dict[str, Any], mode: dict[str, Any]) -> Generation:
-        form = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
+def sample_answers(models: Models, config: HandlerConfig, schemas: list[dict[str, Any]], mode: str) -> list[Generation]:
+    """One sampled answer for each schema, as a worker gives them."""
+    scheduler = Scheduler(
+        models.target,
+        models.drafters,
+        prefill_rows=PREFILL_ROWS,
+        max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
+        begin_masks=models.grammars.begin_round,
+    )
+    generations = []
+    for schema in schemas:
         body = {
             "prompt": PROMPT,
             "max_tokens": MAX_TOKENS,
-            "response_format": form,
-            "speculation": mode,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}},
+            "speculation": {"mode": mode},
             "seed": 0,
             "cache_prompt": False,
         }
         request = parse_body(body, CompletionRequest)
-        prompts = Tokenizer(self._models.vocabulary, self._config).completion(request)
-        _, [[generation]] = resolve(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
-        return generation
+        prompts = Tokenizer(models.vocabulary, config).completion(request)
+        _, [[generation]] = resolve(request, prompts, models.vocabulary, models.grammars, config)
+        scheduler.submit(generation)
+        generations.append(generation)
+    while scheduler.busy:
+        scheduler.run_round()
+    return generations
 
 
 def judge(generation: Generation, schema: dict[str, Any]) -> str:
-    """What `jsonschema` says of an answer."""
     if generation.error is not None:
         return f"failed: {generation.error.code}"
     if generation.finish_reason == "length":
@@ -148,7 +134,6 @@ def print_survey(found: dict[str, Survey]) -> None:
 
 
 def main() -> None:
-    """Survey, sample answers if asked to, and print one JSON object."""
     parser = argument_parser(__doc__, quick="20 schemas of each set")
     parser.add_argument("directory", type=Path, help="schemas as JSON files, or one directory a set")
     parser.add_argument("--sample", type=int, help="schemas of each set (default: 120)")
@@ -163,10 +148,9 @@ def main() -> None:
     accepted = [schema for group in found.values() for schema in group.accepted]
     random.Random(0).shuffle(accepted)
     asked = accepted[: options.answers]
-    sampler = Sampler(models, config)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
-        generations = sampler.answers([schema for _, schema in asked], {"mode": mode})
+        generations = sample_answers(models, config, [schema for _, schema in asked], mode)
         judged = [
             (name, judge(generation, schema)) for generation, (name, schema) in zip(generations, asked, strict=True)
         ]

@@ -20,16 +20,7 @@ from statistics import median, quantiles
 
 from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table, served
 from peer_engines import SETTINGS, Job, start
-from servers import (
-    SLOTS,
-    Answer,
-    Endpoint,
-    random_words,
-    server_stack,
-    start_specserve,
-    stream,
-    unique_prompts,
-)
+from servers import SLOTS, Answer, Endpoint, random_words, server_stack, start_specserve, stream, unique_prompts
 from specserve.core.loading import PREFILL_ROWS
 
 CLIENTS = (1, 2, 4, 8, 16)

@@ -22,7 +22,7 @@ import jsonschema
 import llguidance
 from jsonschema.validators import validator_for
 
-from common import argument_parser, print_result
+from common import argument_parser, print_result, print_table
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import CompletionRequest
@@ -120,19 +120,6 @@ def judge(generation: Generation, schema: dict[str, Any]) -> str:
         return "not checked: Python cannot compile a pattern"
 
 
-def print_survey(found: dict[str, Survey]) -> None:
-    """Print the accepted share of each set, and the reasons of refusal."""
-    print(f"\n{'set':20} {'schemas':>8} {'accepted':>9} {'llguidance':>11} {'slowest, s':>11}")
-    for name, group in found.items():
-        shares = f"{len(group.accepted) / group.count:9.2f} {group.llguidance / group.count:11.2f}"
-        print(f"{name:20} {group.count:8} {shares} {max(group.seconds):11.3f}")
-    reasons: Counter[str] = Counter()
-    for group in found.values():
-        reasons += group.reasons
-    for reason, count in reasons.most_common(20):
-        print(f"{count:6} {reason}")
-
-
 def main() -> None:
     parser = argument_parser(__doc__, quick="20 schemas of each set")
     parser.add_argument("directory", type=Path, help="schemas as JSON files, or one directory a set")
@@ -144,7 +131,14 @@ def main() -> None:
     models = load_models(config)
     compiler = GrammarCompiler(models.vocabulary)
     found = {name: survey(read, compiler) for name, read in read_sets(options.directory, sample).items()}
-    print_survey(found)
+    rows = [
+        {"set": name, "schemas": group.count, "accepted": len(group.accepted), "llguidance": group.llguidance}
+        | {"slowest_s": round(max(group.seconds), 3)}
+        for name, group in found.items()
+    ]
+    print_table("accepted schemas", rows)
+    for reason, number in sum((group.reasons for group in found.values()), Counter[str]()).most_common(20):
+        print(f"{number:6} {reason}")
     accepted = [schema for group in found.values() for schema in group.accepted]
     random.Random(0).shuffle(accepted)
     asked = accepted[: options.answers]
@@ -157,18 +151,11 @@ def main() -> None:
         verdicts[mode] = Counter(verdict for _, verdict in judged)
         print(f"\nspeculation {mode}: {dict(verdicts[mode])}")
         print("\n".join(f"INVALID: {name}" for name, verdict in judged if verdict == "INVALID"))
-    count = sum(group.count for group in found.values())
-    rows = [
-        {"set": name, "schemas": group.count, "accepted": len(group.accepted), "llguidance": group.llguidance}
-        for name, group in found.items()
-    ]
     print_result(
         "schemas",
         {"target": config.model_id},
         rows,
         [f"llguidance {llguidance.get_version()}"],
-        accepted=round(len(accepted) / count, 4),
-        llguidance_accepted=round(sum(group.llguidance for group in found.values()) / count, 4),
         answers={mode: dict(verdict) for mode, verdict in verdicts.items()},
     )
 

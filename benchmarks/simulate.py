@@ -355,11 +355,10 @@ def replay_all(
     target: CostTable, draft: CostTable, policy: SpeculationParams, recordings: list[Recording], seed: int
 ) -> list[float]:
     """Seconds of each recording, replayed in a random order, as a server would see them."""
-    order = list(range(len(recordings)))
+    simulation, order = Simulation(target, draft, policy), [*enumerate(recordings)]
     Random(seed).shuffle(order)
-    simulation = Simulation(target, draft, policy)
-    seconds = {index: simulation.run(recordings[index])[0] for index in order}
-    return [seconds[index] for index in range(len(recordings))]
+    seconds = {index: simulation.run(recording)[0] for index, recording in order}
+    return [seconds[index] for index in sorted(seconds)]
 
 
 def compare(target: CostTable, draft: CostTable, recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
@@ -404,14 +403,6 @@ def together(
     return {"clients": clients, "ratio": round(mean(ratios), 3), "spread": spread}
 
 
-def show(machine: str, rows: list[dict[str, Any]]) -> None:
-    """Print a machine's rows, and what they come to without made-up texts."""
-    print_table(f"SIMULATION: {machine}; times the speed without drafts, draft prefill included", rows)
-    recorded = [row for row in rows if row["family"] not in PROCESSES]
-    slowest = min(row["least"] for row in recorded)
-    print(f"recorded texts: mean {mean(row['ratio'] for row in recorded):.3f}, slowest {slowest:.3f}\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
@@ -439,7 +430,11 @@ def main() -> None:
     rows = []
     for machine in options.machines:
         mine = list(compare(*MACHINES[machine], recordings, options.orders))
-        show(machine, mine)
+        print_table(f"SIMULATION: {machine}; times the speed without drafts, draft prefill included", mine)
+        ratios, least = zip(
+            *((row["ratio"], row["least"]) for row in mine if row["family"] not in PROCESSES), strict=True
+        )
+        print(f"recorded texts: mean {mean(ratios):.3f}, slowest {min(least):.3f}\n")
         rows += [{"machine": machine, **row} for row in mine]
     print_result("simulate", {}, rows, ["simulated: recorded answers, measured or assumed costs"])
 

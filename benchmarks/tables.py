@@ -186,7 +186,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
     growth = []
     for name, machine in on_machines(results, "cost_curve").items():
         rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == TARGET}
-        times = {key: _milliseconds(row) for key, row in rows.items()}
+        times = {key: row["ms_per_row" if row["prefill"] else "ms"] for key, row in rows.items()}
         columns[machine] = {
             count: f"{times['llama.cpp', count]:.1f}, {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
             for (engine, count), time in times.items()
@@ -201,11 +201,6 @@ def cost_of_a_pass(results: Results) -> list[str]:
     )
     names = on_machines(results, "cost_curve")
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
-
-
-def _milliseconds(row: Row) -> float:
-    """Of a pass, or of each token of a prompt."""
-    return float(row["ms_per_row" if row["prefill"] else "ms"])
 
 
 def other_engines(results: Results) -> list[str]:

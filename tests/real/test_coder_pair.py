@@ -47,8 +47,8 @@ def test_a_worker_takes_its_weights_the_caches_that_it_announces_and_little_else
     weights = prepared.target.stat().st_size + prepared.draft.stat().st_size
     [said] = re.findall(r"the KV cache of (\d+) tokens takes (\d+) MiB, the draft model's (\d+) MiB", coder.log())
     # Keys and values of 2 bytes, 28 layers of 256 numbers in the target and 24 layers of 128 in the draft model, which
-    # keeps 2,048 tokens of each of 8 sequences; and two scales a layer.
-    caches = [2 * 32768 * 28 * 2 * (256 + 4), 2 * 8 * 2048 * 24 * 2 * (128 + 4)]
+    # keeps 2,048 tokens of each of 8 sequences; and 3 % more for scales.
+    caches = [2 * 32768 * 28 * 2 * (256 + 8), 2 * 8 * 2048 * 24 * 2 * (128 + 4)]
     assert [int(text) for text in said] == [32768, *(round(size / MIB) for size in caches)]
 
     def ask(number: int) -> int:

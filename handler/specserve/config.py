@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -102,10 +101,7 @@ def cache_directory() -> Path:
 
 def processor() -> str:
     """Return the processor's name and features, by which measurements are kept."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
 
 
@@ -122,22 +118,14 @@ class TorchServeKeys(BaseModel):
 
 
 def parse_handler(section: object, where: str) -> HandlerConfig:
-    """Validate the `handler:` section; `where` names the file in the error message.
-
-    Raises:
-        ConfigError: the section is missing or a key in it is wrong.
-    """
+    """Validate the `handler:` section; `where` names the file in the error message."""
     if not isinstance(section, dict):
         raise ConfigError(f"{where}: there is no `handler:` section; {_EXAMPLE}.")
     return _validated(HandlerConfig, section, where, "handler")
 
 
 def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
-    """Read a model YAML: the whole document, and its validated `handler:` section.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or a key of ours is wrong.
-    """
+    """Read a model YAML: the whole document, and its validated `handler:` section."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

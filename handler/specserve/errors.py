@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 logger = logging.getLogger(__name__)
@@ -58,24 +58,16 @@ class MaskDeferred(SpecserveError):
     """The round has no time left for a grammar mask; the sequence continues in the next round."""
 
 
+@dataclass(eq=False)
 class RequestError(SpecserveError):
     """A request is refused or failed; its response is OpenAI's error object."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
-        self.kind = kind
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    kind: str = "invalid_request_error"
 
     def renamed(self, names: Mapping[str, str]) -> RequestError:
         """Return this error with the name that the client has for its field; `names` are the client's, by ours."""

@@ -113,7 +113,7 @@ def test_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server
 
 
 def test_a_missing_server_is_a_one_line_error() -> None:
-    outcome = chat(free_ports(), "--host", "localhost")
+    outcome = chat(free_ports())
     assert (outcome.returncode, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith("specserve: ")
     assert outcome.stderr.count("\n") == 1

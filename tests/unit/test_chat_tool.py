@@ -55,7 +55,7 @@ def run_chat(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours:
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = io.StringIO()
     console = Console(file=output, color_system="standard" if colours else None, width=120, highlight=False)
-    Chat(State(21200), "127.0.0.1", {}, console).run()
+    Chat(State(21200), {}, console).run()
     return output.getvalue(), requests
 
 

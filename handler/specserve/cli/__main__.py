@@ -21,11 +21,6 @@ class _Parser(argparse.ArgumentParser):
     """Reports a usage error in one line, as every other error is reported."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
-
-        Raises:
-            ConfigError: always.
-        """
         raise ConfigError(f"{message}; `{self.prog} --help` lists what it takes.")
 
 
@@ -56,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
 
     chat = verb("chat", "chat:run", "Chat with a running server: who wrote each token, and what speculation gains.")
     add_port(chat)
-    chat.add_argument("--host", default="127.0.0.1", help="the server's address (default: 127.0.0.1)")
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
 
     add_port(verb("stop", "torchserve_process:run", "Stop a running server."))
@@ -73,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = verb("doctor", "doctor:run", "Check the machine, the build and the models, and say what to change.")
     add_config(doctor)
-    add_port(doctor)
     doctor.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
 
     report = verb("report", "report:run", "Summarise traces: acceptance by prompt family and by draft length.")
@@ -107,7 +100,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command line of this process."""
     sys.exit(main(sys.argv[1:]))
 
 

@@ -29,27 +29,20 @@ class Sum:
     seconds: float = 0.0
 
     def count(self, entry: dict[str, Any]) -> None:
-        """Add a round of a sequence."""
         self.rounds += 1
         self.tokens += entry["tokens"]
         self.drafted += len(entry["drafts"])
         self.accepted += entry["accepted"]
         self.seconds += sum(entry["seconds"])
 
-    def figures(self) -> list[str]:
+    def figures(self) -> list[object]:
         """Return the cells of a table's row, as `_FIGURES` names them."""
         rate = f"{self.accepted / self.drafted:.0%}" if self.drafted else "-"
         per_token = f"{1000 * self.seconds / self.tokens:.1f}" if self.tokens else "-"
-        per_round = f"{self.tokens / self.rounds:.2f}"
-        return [str(self.rounds), str(self.tokens), per_round, str(self.drafted), rate, per_token]
+        return [self.rounds, self.tokens, f"{self.tokens / self.rounds:.2f}", self.drafted, rate, per_token]
 
 
 def tables(traces: Iterable[Path]) -> list[Table]:
-    """Return the tables of trace files.
-
-    Raises:
-        ConfigError: a file cannot be read, or none contains a round.
-    """
     families: dict[str, Sum] = defaultdict(Sum)
     gammas: dict[tuple[str, int], Sum] = defaultdict(Sum)
     # By drafter and position, from 1: drafts whose predecessors were all accepted, and those accepted.
@@ -64,12 +57,9 @@ def tables(traces: Iterable[Path]) -> list[Table]:
             tested[1] += i < accepted
     if not families:
         raise ConfigError("no round is recorded; set `trace` in the model's YAML and ask the server.")
-    by_family = [[family, *found.figures()] for family, found in sorted(families.items())]
-    by_gamma = [[family, str(gamma), *found.figures()] for (family, gamma), found in sorted(gammas.items())]
-    by_position = [
-        [drafter, str(position), str(tested), f"{accepted / tested:.0%}"]
-        for (drafter, position), (tested, accepted) in sorted(positions.items())
-    ]
+    by_family = [(family, *found.figures()) for family, found in sorted(families.items())]
+    by_gamma = [(*key, *found.figures()) for key, found in sorted(gammas.items())]
+    by_position = [(*key, tested, f"{kept / tested:.0%}") for key, (tested, kept) in sorted(positions.items())]
     title = "By position in the round, if all drafts before were accepted"
     return [
         _table("By prompt family", ("family", *_FIGURES), by_family),
@@ -94,17 +84,16 @@ def _rounds(traces: Iterable[Path]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[object, ...]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in {"family", "drafter"} else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, row))
     return table
 
 
 def run(options: Namespace) -> int:
-    """Print the tables and, with --out, write them into a page."""
     console = Console(record=options.out is not None)
     for table in tables(options.traces):
         console.print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -83,9 +82,8 @@ def properties(state: State, *, with_tokens: bool) -> str:
     if not with_tokens:
         # Registering a model or a workflow runs its code, so it is not possible without a token. No URL is `nothing`.
         own |= {"enable_model_api": "false", "allowed_urls": "nothing"}
-    lines = (f"{key}={escaped(value)}" for key, value in own.items())
     base = (paths.CONFIG / "config.properties").read_text(encoding="utf-8")
-    return "\n".join([base, "# This server's own:", *lines, ""])
+    return "\n".join([base, *(f"{key}={escaped(value)}" for key, value in own.items()), ""])
 
 
 def escaped(value: str) -> str:
@@ -96,11 +94,7 @@ def escaped(value: str) -> str:
 
 
 def require_free(ports: Ports) -> None:
-    """Check that nothing listens on any of the ports.
-
-    Raises:
-        EnvironmentFailure: something does.
-    """
+    """Raise EnvironmentFailure if something listens on one of the ports."""
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -155,37 +149,29 @@ def running(state: State) -> list[psutil.Process]:
 
 
 def stop(state: State) -> bool:
-    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run.
-
-    Raises:
-        EnvironmentFailure: it is another user's.
-    """
+    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run."""
     stopped = False
     for _ in range(_MAX_GENERATIONS):
         members = running(state)
-        if not members:
-            break
-        stopped = True
-        try:
+        stopped |= bool(members)
+        for signalled in (psutil.Process.terminate, psutil.Process.kill):
             for process in members:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
-            _, alive = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        except psutil.AccessDenied as error:
-            raise EnvironmentFailure(
-                f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop it."
-            ) from error
-        psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_SECONDS)
+                try:
+                    signalled(process)
+                except psutil.NoSuchProcess:
+                    pass
+                except psutil.AccessDenied as error:
+                    raise EnvironmentFailure(
+                        f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop "
+                        "it."
+                    ) from error
+            _, members = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
     state.key_file.unlink(missing_ok=True)
     shutil.rmtree(state.temporary, ignore_errors=True)
     return stopped
 
 
 def run(options: Namespace) -> int:
-    """Stop the server of a port; it is no error if none runs."""
     stopped = stop(State(options.port))
     print(f"{'stopped' if stopped else 'no server of this directory runs on'} port {options.port}.", flush=True)
     return 0

@@ -17,6 +17,8 @@ import builtins, os, signal, sys
 from specserve.cli import __main__, torchserve_process
 
 words, names = sys.argv.pop(1), sys.argv.pop(1)
+# A shell ignores it for what it starts in the background, such as these tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def interrupting(call):
     def interrupted(*arguments, **options):

@@ -19,7 +19,7 @@ import openai
 import psutil
 import requests
 
-from tiny_config import tiny_config
+from tiny_config import MODELS, tiny_config
 
 PROJECT = Path(__file__).parents[2]
 # The deadline of everything that has to happen: only a server that hangs takes so long, however busy the machine.
@@ -44,7 +44,7 @@ def free_ports(count: int = 5) -> int:
 
 def tiny() -> Path:
     """The model YAML of the tiny pair."""
-    return tiny_config(PROJECT / ".specserve" / "tiny")
+    return tiny_config(MODELS)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from specserve.cli import files, paths, torchserve_process
 from specserve.cli.archive import pack, prepared_document
-from specserve.cli.torchserve_process import State, properties, require_free
+from specserve.cli.torchserve_process import State, properties, require_stopped
 from specserve.config import TorchServeKeys
 from specserve.errors import EnvironmentFailure, ModelLoadError
 
@@ -62,17 +62,6 @@ def run(options: Namespace) -> int:
     except BaseException:
         _stop(state)
         raise
-
-
-def require_stopped(state: State) -> None:
-    """Raise EnvironmentFailure if this server runs already, or one of its ports is taken."""
-    port = state.ports.inference
-    if torchserve_process.running(state):
-        raise EnvironmentFailure(
-            f"a server runs on port {port} already; stop it with `scripts/stop --port {port}`, or choose another port "
-            "with --port."
-        )
-    require_free(state.ports)
 
 
 def write_state(state: State, document: dict[str, Any], *, with_tokens: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -45,17 +46,13 @@ class State:
         self.ports = Ports(*range(port, port + 5))
         self.directory = directory = paths.STATE / str(port)
         self.logs = directory / "logs"
-        # Output of the front end and of the worker.
-        self.console = self.logs / "console.log"
-        self.model_log = self.logs / "model_log.log"
+        self.console = self.logs / "console.log"  # output of the front end
+        self.model_log = self.logs / "model_log.log"  # of the worker
         self.properties = directory / "config.properties"
         self.model_store = directory / "model_store"
-        # Written by TorchServe at each start.
-        self.key_file = directory / "key_file.json"
-        # Held while a server starts.
-        self.lock = directory / "lock"
-        # TorchServe's temporary directory, which holds a Unix socket.
-        self.temporary = directory / "tmp"
+        self.key_file = directory / "key_file.json"  # written by TorchServe at each start
+        self.lock = directory / "lock"  # held while a server starts
+        self.temporary = directory / "tmp"  # TorchServe's, with a Unix socket
         if len(bytes(self.temporary)) > _MAX_SOCKET_DIRECTORY_BYTES:
             digest = hashlib.sha256(bytes(self.temporary)).hexdigest()[:12]
             self.temporary = Path(tempfile.gettempdir()) / f"specserve-{os.getuid()}-{digest}"
@@ -83,19 +80,19 @@ def properties(state: State, *, with_tokens: bool) -> str:
         # Registering a model or a workflow runs its code, so it is not possible without a token. No URL is `nothing`.
         own |= {"enable_model_api": "false", "allowed_urls": "nothing"}
     base = (paths.CONFIG / "config.properties").read_text(encoding="utf-8")
-    return "\n".join([base, *(f"{key}={escaped(value)}" for key, value in own.items()), ""])
+    # Java reads what JSON escapes.
+    return "\n".join([base, *(f"{key}={json.dumps(value)[1:-1]}" for key, value in own.items()), ""])
 
 
-def escaped(value: str) -> str:
-    r"""Escape a value for a Java properties file: backslashes doubled, \uXXXX outside ASCII."""
-    units = value.replace("\\", "\\\\").encode("utf-16-be")
-    codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
-    return "".join(chr(code) if 0x20 <= code < 0x7F else f"\\u{code:04x}" for code in codes)
-
-
-def require_free(ports: Ports) -> None:
-    """Raise EnvironmentFailure if something listens on one of the ports."""
-    for port in ports:
+def require_stopped(state: State) -> None:
+    """Raise EnvironmentFailure if this server runs already, or one of its ports is taken."""
+    first, *_, last = state.ports
+    if running(state):
+        raise EnvironmentFailure(
+            f"a server runs on port {first} already; stop it with `scripts/stop --port {first}`, or choose another "
+            "port with --port."
+        )
+    for port in state.ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -103,7 +100,7 @@ def require_free(ports: Ports) -> None:
             except OSError as error:
                 raise EnvironmentFailure(
                     f"port {port} is taken by another process; stop that (`ss -ltnp` names it), or choose another with "
-                    f"--port (this server takes {ports.inference} to {ports.grpc_management})."
+                    f"--port (this server takes {first} to {last})."
                 ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from specserve.cli import __main__ as specserve
 from specserve.cli import paths, server, torchserve_process
 from specserve.cli.server import client_example, load_failure, wait_until_ready
-from specserve.cli.torchserve_process import State, java_home, properties, require_stopped, running
+from specserve.cli.torchserve_process import State, properties, require_stopped, running
 from specserve.errors import EnvironmentFailure, ModelLoadError
 
 WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
@@ -196,10 +195,3 @@ def test_client_example_can_be_pasted_into_a_shell(state: State) -> None:
     )
     assert shown.stdout == "abc\n"
     assert "Bearer" not in client_example(state, with_tokens=False)
-
-
-def test_the_users_java_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAVA_HOME", "/opt/java")
-    assert java_home() == "/opt/java"
-    monkeypatch.delenv("JAVA_HOME")
-    assert os.access(Path(java_home()) / "bin" / "java", os.X_OK)

@@ -144,10 +144,9 @@ def load_failure(lines: list[str]) -> str | None:
     for line in lines:
         if _CANNOT_LOAD in line:
             return line.partition(_CANNOT_LOAD)[2].strip()
-    starts = [number for number, line in enumerate(lines) if line == _WORKER_STARTED]
-    if len(starts) <= _MAX_DEATHS:
+    if lines.count(_WORKER_STARTED) <= _MAX_DEATHS:
         return None
-    return f"the worker died while it loaded the model: {_last_words(lines[: starts[-1]]) or 'it said nothing'}"
+    return f"the worker died while it loaded the model: {_last_words(lines) or 'it said nothing'}"
 
 
 def is_ready(state: State) -> bool:

@@ -37,8 +37,7 @@ class Response(contextlib.nullcontext[Any]):
         for chunk in self._chunks:
             if isinstance(chunk, BaseException):
                 raise chunk
-            yield b"data: " + json.dumps(chunk).encode()
-            yield b""
+            yield from (b"data: " + json.dumps(chunk).encode(), b"", b": ", b"")
         yield b"data: [DONE]"
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from specserve.cli.server import base_url, session
 from specserve.cli.torchserve_process import State
-from specserve.errors import ConfigError, EnvironmentFailure, RequestError
+from specserve.errors import EnvironmentFailure, RequestError
 
 _TIMEOUT_SECONDS = (10, 300)  # to connect, and between two pieces of text
 # By the source of a piece in the API's field `sources`.
@@ -116,9 +116,9 @@ class Chat:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         body = {**self._fields, **streamed, "messages": messages, "speculation": speculation}
         with self._answered("POST", "chat/completions", json=body, stream=True) as answer:
-            for line in filter(None, answer.iter_lines()):
-                data = line.decode().removeprefix("data: ")
-                if data == "[DONE]":
+            # Other lines are empty, or comments, which keep the connection alive.
+            for data in (line[6:] for line in answer.iter_lines() if line.startswith(b"data: ")):
+                if data == b"[DONE]":
                     return
                 event = json.loads(data)
                 if "error" in event:
@@ -149,8 +149,6 @@ def _reason(answer: requests.Response) -> str:
 
 
 def run(options: Namespace) -> int:
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1.")
     console = Console(highlight=False)
     # Greedy, so that /fast and /plain give the same text.
     chat = Chat(State(options.port), {"max_tokens": options.max_tokens, "temperature": 0}, console)

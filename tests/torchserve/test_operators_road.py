@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +20,8 @@ import pytest
 import requests
 
 from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, openai_client, tiny, until
-from specserve.cli.archive import pack, prepared_document
+from specserve.cli import __main__ as specserve
+from specserve.cli import paths
 from specserve.cli.torchserve_process import java_home
 from tiny_config import tiny_config
 
@@ -84,38 +84,41 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tiny pair's archive in the project's model store; one that was there before is restored."""
-    archive, backup = PROJECT / "model_store" / "qwen.mar", tmp_path_factory.mktemp("aside") / "qwen.mar"
-    if archive.exists():
-        shutil.copy2(archive, backup)
-    try:
-        subprocess.run(["scripts/archive", "--config", str(tiny())], cwd=PROJECT, check=True, timeout=PATIENCE_SECONDS)
-        yield
-    finally:
-        archive.unlink(missing_ok=True)
-        if backup.exists():
-            shutil.move(backup, archive)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model store: version 1.0 of the tiny pair and, as config/README.md describes, 1.1 without speculation."""
+    store = tmp_path_factory.mktemp("store")
+    canary = tiny_config(tmp_path_factory.mktemp("canary"), handler={"speculation": {"mode": "off"}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "MODEL_STORE", store)
+        for config, version in ((tiny(), "1.0"), (canary, "1.1")):
+            assert specserve.main(["archive", "--config", str(config), "--version", version]) == 0
+            (store / "qwen.mar").rename(store / f"qwen-{version}.mar")
+    return store
 
 
 @pytest.fixture(scope="module")
-def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    del archived  # requested so that the archive exists first
+def operator(store: Path, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     directory = tmp_path_factory.mktemp("operator")
     port = free_ports()
     settings = (PROJECT / "config" / "config.properties").read_text()
     for default, port_in_use in {8080: port, 8081: port + 1, 8082: port + 2, 7070: port + 3, 7071: port + 4}.items():
         settings = re.sub(rf"\b{default}\b", str(port_in_use), settings)
     (directory / "config.properties").write_text(settings)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     # As the operator's guide says, so that another TorchServe may run.
     (directory / "tmp").mkdir(mode=0o700)
-    environment |= {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp")}
-    if home := java_home():
-        environment["JAVA_HOME"] = home
-    store = ["--model-store", str(PROJECT / "model_store"), "--models", "qwen=qwen.mar"]
-    command = [str(foreign_python), "-m", "ts.model_server", "--start", "--ncs", "--foreground", *store]
-    command += ["--ts-config", "config.properties"]
+    own = {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp"), "JAVA_HOME": java_home()}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
+    command: list[str | Path] = [
+        foreign_python,
+        "-m",
+        "ts.model_server",
+        "--start",
+        "--ncs",
+        "--foreground",
+        "--model-store",
+        store,
+    ]
+    command += ["--models", "qwen=qwen-1.0.mar", "--ts-config", "config.properties"]
     with (directory / "console.log").open("wb") as console:
         process = subprocess.Popen(command, cwd=directory, env=environment, stdout=console, stderr=console)
     operator = Operator(port, directory=directory)
@@ -123,10 +126,9 @@ def operator(archived: None, foreign_python: Path, tmp_path_factory: pytest.Temp
         until(operator.is_ready, f"a worker is ready, as {directory / 'console.log'} says")
         yield operator
     finally:
-        pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        for pid in reversed(pids):
-            if psutil.pid_exists(pid):
-                psutil.Process(pid).terminate()
+        for child in reversed(psutil.Process(process.pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         process.wait(timeout=PATIENCE_SECONDS)
 
 
@@ -148,7 +150,7 @@ def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operato
     assert operator.manage("DELETE", "/models/qwen/1.0").ok
     with pytest.raises(openai.NotFoundError):
         operator.complete()
-    operator.register("qwen.mar")
+    operator.register("qwen-1.0.mar")
     until(operator.is_ready, "a worker is ready")
     assert operator.complete() == text
 
@@ -165,17 +167,6 @@ def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
     assert operator.complete()
 
 
-@pytest.fixture
-def canary(tmp_path: Path) -> Iterator[None]:
-    """Version 1.1 in an archive of its own, without speculation, as config/README.md describes; removed afterwards."""
-    document = prepared_document(tiny_config(tmp_path, handler={"speculation": {"mode": "off"}}))
-    archive = PROJECT / "model_store" / "qwen-1.1.mar"
-    shutil.move(pack(document, tmp_path, "qwen", "1.1"), archive)
-    yield
-    archive.unlink()
-
-
-@pytest.mark.usefixtures("canary")
 def test_a_canary_can_be_removed_registered_again_and_made_the_default(operator: Operator) -> None:
     text = operator.complete()
     operator.register("qwen-1.1.mar")

@@ -144,10 +144,10 @@ class GrammarCompiler:
         if not is_free:
             return call
         return CallConstraint(
-            call,
-            syntax.forms,
-            frozenset(read),
-            self._vocabulary,
+            call=call,
+            forms=syntax.forms,
+            names=frozenset(read),
+            vocabulary=self._vocabulary,
             parallel=parallel,
             thinking=thinking,
             thinks_at_once=thinks_at_once,

@@ -255,6 +255,7 @@ def in_one_line(reason: str) -> str:
     """Return the compiler's message without its excerpts of the grammar and of its state."""
     reason = reason.partition("failed to compile JSON schema: ")[2] or reason
     reason = re.split(r"\n\s*\d+ \| |<non-verbose/>|<state>|<backtrace>", reason)[0]
+    reason = re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason)
     for theirs, ours in _REWORDED.items():
         reason = reason.replace(theirs, ours)
     return " ".join(reason.split())[:300]

@@ -33,6 +33,7 @@ _FORCING_SHARE = 0.1
 # What llguidance says, also of its own options, and what that means here.
 _REWORDED = {
     "NoExtensionBias": "no text can follow",
+    'failed to parse "%json": recursion limit exceeded': "it is too deeply nested",
     "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable "
     "limits.precompute_large_lexemes": "its texts and patterns are too large",
 }

@@ -100,15 +100,9 @@ class GrammarCompiler:
     ) -> Constraint | CallConstraint:
         """Return a constraint to tool calls, from the first token on or from where the model opens one.
 
-        Args:
-            tools: by name, the JSON schema of the arguments.
-            syntax: how the model writes tool calls.
-            required: whether the answer has to be one or more calls.
-            parallel: whether it may have several.
-            strict: the tools whose schemas are asserted as a whole; `relaxed` names what is not asserted of others.
-            otherwise: the JSON schema of an answer that is no call; None leaves that free.
-            thinking: the tags around reasoning before a free answer; None if the model does not reason.
-            thinks_at_once: whether the prompt ends with the first tag.
+        The schemas of `strict` tools are asserted as a whole; `relaxed` names what is not asserted of others. The JSON
+        schema `otherwise` is that of an answer without calls, which None leaves free; then the model may reason before,
+        within `thinking`, of which the prompt ends with the first tag if it `thinks_at_once`.
         """
         readings = {name: _readings(name, schema, strict=name in strict) for name, schema in tools.items()}
         read: dict[str, ReadSchema] = {}

@@ -28,8 +28,6 @@ _CACHED_POSITIONS = 64
 _MAX_TOKEN_BYTES = 16
 # Share of a round's mask time that searching for one sequence's forced tokens may take.
 _FORCING_SHARE = 0.1
-
-
 # What llguidance says, also of its own options, and what that means here.
 _REWORDED = {
     "NoExtensionBias": "no text can follow",
@@ -68,11 +66,7 @@ class Constraint:
     Every method is a function of `tokens` alone, the answer's tokens followed by drafts, but for the two budgets. State
     between calls is only a cache, so rejected drafts need no undoing: where a draft leads to a dead end, only answers
     with that draft have no mask. A `ConstraintError` concerns others only if it is the lexer's (`CompiledGrammar`), and
-    further calls only if the request's budget is spent.
-
-    Args:
-        compiled: the grammar.
-        budget: shared by all answers of the request.
+    further calls only if the budget is spent, which all answers of the request share.
     """
 
     allows_text = False

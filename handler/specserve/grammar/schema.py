@@ -63,12 +63,9 @@ class ReadSchema(NamedTuple):
 
 
 def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: frozenset[str] = frozenset()) -> ReadSchema:
-    """Return the schema as the compiler takes it.
+    """Return the schema as the compiler takes it, `without` some keywords.
 
-    Args:
-        schema: any JSON object.
-        relaxes: whether what cannot be asserted is left out, so that more values are valid.
-        without: keywords that are left out everywhere.
+    If it `relaxes` the schema, what cannot be asserted is left out, too, so that more values are valid.
 
     Raises:
         UnusableSchema: the compiler would ignore or misread a part of it, or take too long.

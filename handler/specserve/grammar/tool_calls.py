@@ -52,15 +52,10 @@ def call_grammar(
     is_whole: bool,
     otherwise: str | None = None,
 ) -> str:
-    """Return the grammar of tool calls in llguidance's Lark.
+    """Return, in llguidance's Lark, the grammar of a whole answer in the model's own form, or else of a block in any.
 
-    Args:
-        syntax: how the model writes calls.
-        schemas: by tool, the JSON schema of its arguments in the model's layout and in any, as the compiler takes it.
-        vocabulary: the target's.
-        parallel: whether there may be several calls.
-        is_whole: whether it is for an answer of calls in the model's own form; else for one block in any form.
-        otherwise: the JSON schema of a whole answer that is no call.
+    `schemas` has by tool the JSON schema of its arguments in the model's layout and in any, as the compiler takes it,
+    and `otherwise` is that of a whole answer without calls.
     """
     spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
     marks = "|".join(map(re.escape, spelled))

@@ -19,13 +19,10 @@ _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", s
 
 
 class Exclusion:
-    """Proves that no value satisfies two branches, by types, listed values and required properties.
-
-    Args:
-        targets: the subschemas that each `$ref` leads to.
-    """
+    """Proves that no value satisfies two branches, by types, listed values and required properties."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
+        # The subschemas that each `$ref` leads to.
         self._targets = targets
         self._left = _MAX_EXAMINED
 

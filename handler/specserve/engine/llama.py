@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import llama_cpp
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from specserve.config import CacheType
 from specserve.engine import kernels
@@ -102,9 +102,10 @@ class LlamaEngine:
         except ModelLoadError:
             self.close()
             raise
+        self.token_bytes: int | None = None
         # Where llama.cpp attends in some layers, it keeps keys and values of its own.
-        ours = self._attention and "attention" not in self.left_to_llama_cpp
-        self.token_bytes = (self._attention.cell_bytes or None) if self._attention and ours else None
+        if self._attention and "attention" not in self.left_to_llama_cpp:
+            self.token_bytes = self._attention.cell_bytes or None
 
     def _make_batch(self, rows: int) -> None:
         """Build a llama_batch over NumPy arrays, which are faster to fill than ctypes arrays."""
@@ -145,26 +146,29 @@ class LlamaEngine:
 
     def forward(self, rows: list[Row]) -> FloatArray:
         lengths = self._check(rows)
-        count = len(rows)
         tokens, slots, positions, wants, alternative = zip(*rows, strict=True)
         for slot in list(self._alternatives):
             self._drop_alternatives(slot)
+        self._fill(len(rows), tokens, slots, positions, wants)
+        if any(alternative):
+            self._add_alternatives(rows, lengths)
+        self._decode(lengths, head=self._head.groups(tokens) if self._head else None)
+        if self._attention and (cells := self._attention.cells()).size:
+            own = ~np.array(alternative)
+            self._cells[np.array(slots)[own], np.array(positions)[own]] = cells[own]
+        if not any(wants):
+            return np.empty((0, self.width), np.float32)
+        logits = llama_cpp.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
+
+    def _fill(self, count: int, tokens: ArrayLike, slots: ArrayLike, positions: ArrayLike, wants: ArrayLike) -> None:
+        """Fill the batch with so many rows."""
         self._tokens[:count] = tokens
         self._sequences[:count, 0] = slots
         self._counts[:count] = 1
         self._positions[:count] = positions
         self._wants[:count] = wants
         self._batch.n_tokens = count
-        if any(alternative):
-            self._add_alternatives(rows, lengths)
-        self._decode(lengths, head=self._head.groups(tokens) if self._head else None)
-        if self._attention and (cells := self._attention.cells()).size:
-            own = ~np.array(alternative)
-            self._cells[self._sequences[:count, 0][own], self._positions[:count][own]] = cells[own]
-        if not any(wants):
-            return np.empty((0, self.width), np.float32)
-        logits = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
 
     def _decode(
         self,
@@ -198,16 +202,10 @@ class LlamaEngine:
         self._drop_alternatives(slot)
         for first in range(0, len(saved), self.max_rows):
             part = np.ascontiguousarray(saved[first : first + self.max_rows])
-            count = len(part)
-            self._tokens[:count] = 0
-            self._sequences[:count, 0] = slot
-            self._counts[:count] = 1
-            self._positions[:count] = np.arange(end, end + count)
-            self._wants[:count] = 0
-            self._batch.n_tokens = count
+            start, end = end, end + len(part)
+            self._fill(len(part), tokens=0, slots=slot, positions=np.arange(start, end), wants=0)
             self._decode({slot: length}, saved=part)
-            self._cells[slot, end : end + count] = self._attention.cells()
-            end += count
+            self._cells[slot, start:end] = self._attention.cells()
 
     def _check(self, rows: list[Row]) -> dict[int, int]:
         """The cached length of every slot of these rows, before the pass.
@@ -246,12 +244,7 @@ class LlamaEngine:
         self._drop_alternatives(slot)
 
     def _add_alternatives(self, rows: list[Row], lengths: dict[int, int]) -> None:
-        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well.
-
-        Args:
-            rows: of the pass.
-            lengths: of their slots before it.
-        """
+        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well."""
         alternatives = [(index, row) for index, row in enumerate(rows) if row.alternative]
         for sequence, (index, row) in enumerate(alternatives, self.n_slots):
             llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, lengths[row.slot])
@@ -263,7 +256,6 @@ class LlamaEngine:
             self._alternatives.setdefault(row.slot, []).append((sequence, row.position, index))
 
     def _drop_alternatives(self, slot: int) -> None:
-        """Remove a slot's alternatives from the cache, if it has any."""
         for sequence, *_ in self._alternatives.pop(slot, ()):
             self._remove_from(sequence, 0)
 

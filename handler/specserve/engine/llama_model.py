@@ -134,7 +134,6 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
 
     def _metadata(self, key: str) -> str:
-        """Return a value of the file's metadata as text; empty without one."""
         buffer = ctypes.create_string_buffer(128)
         length = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace") if length > 0 else ""
@@ -145,23 +144,20 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
 
     def description(self) -> str:
-        """Return llama.cpp's description: architecture, size and quantisation."""
+        """Return architecture, size and quantisation as llama.cpp writes them."""
         buffer = ctypes.create_string_buffer(128)
         llama_cpp.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
 
     def chat_template(self) -> str | None:
-        """Return the file's Jinja chat template, if it has one."""
         template = llama_cpp.llama_model_chat_template(self.pointer, None)
         return template.decode("utf-8", errors="replace") if template else None
 
     def bos_text(self) -> str:
-        """Return a chat template's `bos_token`; empty if the vocabulary has none."""
         token = self.bos_token()
         return "" if token is None else self.token_text(token).decode("utf-8", errors="replace")
 
     def eos_text(self) -> str:
-        """Return a chat template's `eos_token`."""
         token = llama_cpp.llama_vocab_eos(self._vocab)
         return self.token_text(token).decode("utf-8", errors="replace") if token >= 0 else ""
 
@@ -170,7 +166,6 @@ class LlamaModel:
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
     def vocabulary_type(self) -> int:
-        """Return llama.cpp's type of the tokenizer (`enum llama_vocab_type`)."""
         return int(llama_cpp.llama_vocab_type(self._vocab))
 
     def added_tokens(self) -> tuple[int | None, int | None]:
@@ -186,7 +181,6 @@ class LlamaModel:
 
 
 def _leading(token: int, tokens: list[int]) -> int:
-    """Return how many times a token stands at the beginning."""
     return sum(1 for _ in takewhile(token.__eq__, tokens))
 
 

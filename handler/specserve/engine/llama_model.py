@@ -59,6 +59,12 @@ class LlamaModel:
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
         # The last tokens that some layers see; 0 where all see all.
         self.window = llama_cpp.llama_model_n_swa(model)
+        self.tokenizer = llama_cpp.llama_vocab_type(self._vocab)
+        # The BOS and the EOS token that a prompt gets; None for one that is not added.
+        self.added_tokens = (
+            llama_cpp.llama_vocab_bos(self._vocab) if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None,
+            llama_cpp.llama_vocab_eos(self._vocab) if llama_cpp.llama_vocab_get_add_eos(self._vocab) else None,
+        )
         self._pieces: dict[int, bytes] = {}
         self._end_tokens: list[int] | None = None
 
@@ -165,17 +171,6 @@ class LlamaModel:
         """Return a token as the vocabulary spells it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
-    def vocabulary_type(self) -> int:
-        return int(llama_cpp.llama_vocab_type(self._vocab))
-
-    def added_tokens(self) -> tuple[int | None, int | None]:
-        """Return the BOS and the EOS token that a prompt gets; None for one that is not added."""
-        vocab = self._vocab
-        return (
-            llama_cpp.llama_vocab_bos(vocab) if llama_cpp.llama_vocab_get_add_bos(vocab) else None,
-            llama_cpp.llama_vocab_eos(vocab) if llama_cpp.llama_vocab_get_add_eos(vocab) else None,
-        )
-
     def close(self) -> None:
         llama_cpp.llama_model_free(self.pointer)
 
@@ -198,17 +193,19 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     Raises:
         ModelLoadError: names the first difference.
     """
-    pair = f"The draft {draft.path.name} does not fit the target {target.path.name}"
-    advice = "choose a draft of the target's own family"
-    if target.vocabulary_type() != draft.vocabulary_type():
-        raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
-    if target.added_tokens() != draft.added_tokens():
-        raise ModelLoadError(f"{pair}: their prompts begin or end with different tokens; {advice}.")
-    if abs(target.size - draft.size) > 128:
-        raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
-    for token in range(5, min(target.size, draft.size)):
-        if target.token_text(token) != draft.token_text(token):
-            raise ModelLoadError(f"{pair}: token {token} is a different text in each; {advice}.")
+    tokens = range(5, min(target.size, draft.size))
+    other = next((token for token in tokens if target.token_text(token) != draft.token_text(token)), None)
+    differences = {
+        "their tokenizers are of different kinds": target.tokenizer != draft.tokenizer,
+        "their prompts begin or end with different tokens": target.added_tokens != draft.added_tokens,
+        f"their vocabularies hold {draft.size} and {target.size} tokens": abs(target.size - draft.size) > 128,
+        f"token {other} is a different text in each": other is not None,
+    }
+    if difference := next(filter(differences.get, differences), None):
+        raise ModelLoadError(
+            f"The draft {draft.path.name} does not fit the target {target.path.name}: {difference}; "
+            "choose a draft of the target's own family."
+        )
 
 
 def write_pure_q4_0(source: Path, target: Path) -> bool:

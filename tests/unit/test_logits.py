@@ -79,15 +79,13 @@ def test_tokens_that_a_request_forbids_have_probability_0() -> None:
 
     everything = list(range(VOCABULARY))
     assert possible([], allowed_tokens=(2, 5)) == [2, 5]
-    assert possible([3, 4], bad_words=((3, 4, 6), (7,))) == [0, 1, 2, 3, 4, 5]
-    assert possible([4], bad_words=((3, 4, 6), (1, 4, 6))) == everything
     early = {"min_tokens": 2, "end_tokens": (0, 7)}
     assert possible([3], **early) == [1, 2, 3, 4, 5, 6]
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
     assert possible([3], allowed_tokens=(7,), **early) == [7]
     with pytest.raises(NoTokenError):
-        possible([], allowed_tokens=(7,), bad_words=((7,),))
+        possible([], allowed_tokens=(7,), logit_bias=((7, -np.inf),))
 
 
 @pytest.mark.parametrize("speculation", [SpeculationParams(), SpeculationParams(mode="off")])

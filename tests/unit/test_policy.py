@@ -139,7 +139,7 @@ def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
     step = Step(sequence(), 0, 1, 8)
-    step.add(Draft(1, None, "model", reached, reached))
+    step.drafts.append(Draft(1, None, "model", reached, reached))
     return controller().proposal_length(step, probabilities, by_model, 1, prices)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
 from specserve.speculation.alternatives import alternatives_to, choose_alternatives
@@ -121,8 +121,8 @@ class Drafters:
             for draft in proposed[:length]:
                 if not step.allows(draft.token):
                     break
-                q = None if is_greedy(sequence.sampling) else one_hot(draft.token, self._vocabulary)
-                step.add(draft._replace(q=q))
+                q = None if sequence.sampling.is_greedy else one_hot(draft.token, self._vocabulary)
+                step.drafts.append(draft._replace(q=q))
             if len(step.drafts) > before:
                 return len(step.drafts) - before
             if not step.drafts:
@@ -153,11 +153,10 @@ class Drafters:
             DraftError: the pass failed.
         """
         began = self._clock()
-        logits, n_read, seconds_per_row = model.read(steps, is_shared=is_shared)
+        logits = model.read(steps, is_shared=is_shared)
         read = self._clock()
         drafted = 0
         for index, step in enumerate(steps):
-            step.seconds.draft_model += seconds_per_row * n_read[index]
             with step.contained():
                 if index in logits and self._sample(logits[index], step):
                     drafted += 1
@@ -174,7 +173,7 @@ class Drafters:
         sequence = step.sequence
         try:
             shaped = process_logits(logits, sequence, step.draft_tokens)
-            if is_greedy(sequence.sampling):
+            if sequence.sampling.is_greedy:
                 q, token = None, argmax(shaped)
             else:
                 q = to_distribution(shaped, sequence.sampling)
@@ -187,5 +186,5 @@ class Drafters:
         draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
-        step.add(draft)
+        step.drafts.append(draft)
         return True

@@ -32,7 +32,7 @@ from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import Step
 
-# benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
+# `benchmarks/simulate.py --set policy._LOSS_PASSES=5` prints what another value changes.
 
 # Optimistic probe: if four drafts at 95 % do not pay, nothing is drafted in this round.
 _LIKELY, _FEW = 0.95, 4
@@ -51,45 +51,29 @@ _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 
 
 
 class Prices(NamedTuple):
-    """What passes cost in this round, in tokens: their seconds times the tokens that a second yields now.
-
-    Args:
-        target: price of a pass of the target by its number of rows.
-        draft: the same of the draft model.
-    """
+    """What passes cost in this round by their number of rows, in tokens: seconds times what a second yields now."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
 
 
 class Candidate(NamedTuple):
-    """A sequence that the draft model may draft one more token for.
+    """A sequence that the draft model may draft one more token for."""
 
-    Args:
-        p_all_accepted: the probability that all its drafts so far are accepted.
-        acceptance: the probability that its next draft token is accepted.
-        limit: how many more draft tokens the sequence may have.
-        draft_prefill: the part of the price, in tokens, of what the draft model has not read that this round pays.
-        is_certain: whether the next token is drafted whatever it gains.
-    """
-
-    p_all_accepted: float
-    acceptance: float
-    limit: int
-    draft_prefill: float = 0.0
-    is_certain: bool = False
+    p_all_accepted: float  # the probability that all its drafts so far are accepted
+    acceptance: float  # the probability that its next draft token is accepted
+    limit: int  # draft tokens that it may still have
+    draft_prefill: float = 0.0  # the part that this round pays of the price of what the draft model has not read
+    is_certain: bool = False  # whether the next token is drafted whatever it gains
 
 
 def rows_worth_adding(tokens: abc.Iterable[float], rows: int, prices: Prices) -> tuple[int, float]:
-    """How many further rows the target's pass should have, taken in this order, and their gain in tokens.
+    """How many further rows the target's pass should have, and their gain in tokens: 0 and 0.0 where none pay.
 
     Args:
-        tokens: what each further row is expected to bring.
+        tokens: what each further row is expected to bring, in the order in which they are taken.
         rows: of the target's pass by now.
         prices: of this round.
-
-    Returns:
-        0 and 0.0 where no number of them pays.
     """
     base = prices.target(rows)
     best = 0, 0.0
@@ -169,10 +153,6 @@ class Controller:
     """Decides what is drafted: nothing in mode `off`, `gamma` tokens a round in mode `fixed`, what gains in `auto`.
 
     The drafters (drafters.py) execute. It has no clock and no randomness.
-
-    Args:
-        target_cost: of the target's passes.
-        draft_cost: of the draft model's; None without one.
     """
 
     def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None) -> None:
@@ -184,7 +164,6 @@ class Controller:
         self._lengths = {is_grammar: deque(_ASSUMED, _ANSWERS) for is_grammar in (True, False)}
 
     def balance(self, sequence: Sequence) -> Balance:
-        """What drafts have brought and cost a sequence."""
         return self._balances.setdefault(sequence, Balance())
 
     def forget(self, sequence: Sequence) -> None:
@@ -203,16 +182,11 @@ class Controller:
     def prices(
         self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
     ) -> Prices:
-        """What passes cost in this round.
+        """What passes cost in this round, in which at least one sequence decodes.
 
         A second yields the sum of the sequences' speed-ups, and 1 for each that awaits its first token, divided by the
-        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays.
-
-        Args:
-            decoding: the sequences that decode in this round, at least one.
-            target_kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's.
-            awaiting_first_token: number of sequences in prefill or about to be.
+        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays. The KV
+        lengths are how many tokens a row attends to.
         """
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)

@@ -16,7 +16,7 @@ import pytest
 from measured_engine import MeasuredEngine
 from specserve.engine.base import FloatArray, Row
 from specserve.speculation.costs import CostTable, PassCosts
-from specserve.speculation.measure import kv_lengths, measure, measured_costs, typical
+from specserve.speculation.measure import kv_lengths, measure, measured_costs
 
 
 class Machine(MeasuredEngine):
@@ -73,11 +73,6 @@ def test_lengths_are_those_that_a_slot_has_room_for() -> None:
         machine.max_rows, machine.max_logits = max_rows, max_logits
         assert measure(machine, machine.clock).rows[-1] <= max_rows
         assert max(row.position for row in machine.decoded) < context
-
-
-def test_the_typical_time_is_the_median_of_the_faster_half() -> None:
-    assert typical([1.0, 1.1, 9.0, 1.2, 30.0]) == 1.1
-    assert typical([2.0]) == 2.0
 
 
 # The file

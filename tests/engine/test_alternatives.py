@@ -108,7 +108,7 @@ def test_the_alternatives_with_the_largest_gain_net_of_their_rows_are_read(
         steps.append(step_of(GREEDY))
         alternatives = tuple(Alternative(0, n, 0.5, gain) for n, gain in enumerate(several))
         steps[-1].drafts.append(Draft(9, None, "model", 0.5, 0.5, alternatives))
-    choose_alternatives(steps, most, 1, prices_of(target, rate), end_tokens=())
+    choose_alternatives(steps, most, prices_of(target, rate), end_tokens=())
     ordered = sorted((gain for several in gains for gain in several), reverse=True)[:most]
 
     def net(count: int) -> float:
@@ -123,7 +123,7 @@ def test_alternatives_take_no_more_rows_than_the_drafts_have_left() -> None:
     step = step_of(GREEDY, max_drafts=2)
     alternatives = tuple(Alternative(0, token, 0.5, 0.4) for token in (1, 2, 3))
     step.drafts.append(Draft(9, None, "model", 0.5, 0.5, alternatives))
-    choose_alternatives([step], 8, 1, prices_of([1.0] * 20, 1.0), end_tokens=())
+    choose_alternatives([step], 8, prices_of([1.0] * 20, 1.0), end_tokens=())
     assert [alternative.token for alternative in step.alternatives] == [1]
     assert step.rows_left == 0
 

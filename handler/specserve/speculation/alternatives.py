@@ -61,14 +61,13 @@ def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Ac
 
 
 def choose_alternatives(
-    steps: abc.Sequence[Step], max_alternatives: int, rows: int, prices: Prices, end_tokens: Container[int]
+    steps: abc.Sequence[Step], max_alternatives: int, prices: Prices, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 
     Args:
         steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
         max_alternatives: of the pass.
-        rows: of the target's pass by now.
         prices: of this round.
         end_tokens: none of them is an alternative, since no token follows it.
     """
@@ -81,7 +80,7 @@ def choose_alternatives(
     ]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
     gains = [alternative.gain - _LEAST_GAIN for alternative, _ in possible[:max_alternatives]]
-    length, _ = rows_worth_adding(gains, rows, prices)
+    length, _ = rows_worth_adding(gains, prices)
     for alternative, step in possible[:length]:
         if step.rows_left > 0:
             step.alternatives.append(alternative)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import abc, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -50,11 +51,13 @@ _SHARED_MARGIN = 0.25
 _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))
 
 
-class Prices(NamedTuple):
+@dataclass
+class Prices:
     """What passes cost in this round by their number of rows, in tokens: seconds times what a second yields now."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
+    rows: int = 1  # of the target's pass by now
 
 
 class Candidate(NamedTuple):
@@ -67,34 +70,26 @@ class Candidate(NamedTuple):
     is_certain: bool = False  # whether the next token is drafted whatever it gains
 
 
-def rows_worth_adding(tokens: abc.Iterable[float], rows: int, prices: Prices) -> tuple[int, float]:
+def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int, float]:
     """How many further rows the target's pass should have, and their gain in tokens: 0 and 0.0 where none pay.
 
-    Args:
-        tokens: what each further row is expected to bring, in the order in which they are taken.
-        rows: of the target's pass by now.
-        prices: of this round.
+    `tokens` is what each further row is expected to bring, in the order in which they are taken.
     """
-    base = prices.target(rows)
+    base = prices.target(prices.rows)
     best = 0, 0.0
     for n, expected in enumerate(accumulate(tokens), 1):
-        gain = expected - (prices.target(rows + n) - base)
+        gain = expected - (prices.target(prices.rows + n) - base)
         if gain > best[1]:
             best = n, gain
     return best
 
 
-def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Prices) -> tuple[list[int], float]:
+def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
     Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
     gain of n more tokens for the first k sequences is computed, every token as likely as the first. What is certain is
     drafted in any case, and the others are weighed by what they add to that pass.
-
-    Args:
-        candidates: all that may go on.
-        rows: of the target's pass by now.
-        prices: of this round.
 
     Returns:
         Indices into `candidates`, and the gain in tokens of those that are not certain; 0.0 where nothing pays.
@@ -103,7 +98,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Pri
     certain = [index for index in able if candidates[index].is_certain]
     weighed = [index for index in able if not candidates[index].is_certain]
     weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
-    rows += len(certain)
+    rows = prices.rows + len(certain)
     base, base_draft = prices.target(rows), prices.draft(len(certain))
     best: tuple[list[int], float] = [], 0.0
     for k in range(1, len(weighed) + 1):
@@ -230,26 +225,23 @@ class Controller:
             most = max((gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds), default=0)
         return [max(0, min(drafts, most)) for drafts in asked]
 
-    def begin_round(self, steps: abc.Sequence[Step], rows: int, prices: Prices) -> list[Step]:
-        """The steps that could get drafts: beside many sequences asking all takes 2 % of a round.
+    def begin_round(self, steps: abc.Sequence[Step], prices: Prices) -> list[Step]:
+        """The steps that could get drafts, without any yet: beside many sequences asking all takes 2 % of a round.
 
-        Args:
-            steps: all of the round; takes note in those that the draft model drafts nothing for.
-            rows: of the target's pass without drafts.
-            prices: of this round.
+        It takes note in those that the draft model drafts nothing for.
         """
         able = [step for step in steps if step.max_drafts > 0]
         fixed = [step for step in able if _is_fixed(step)]
         likely = [Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts)) for step in able if not _is_fixed(step)]
         certain = [Candidate(1.0, 1.0, step.max_drafts, is_certain=True) for step in fixed]
-        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), rows, prices)
-        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], rows, prices)[1] > 0
+        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), prices)
+        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], prices)[1] > 0
         for step in able:
             step.model_ended = not (model_may_pay or _is_fixed(step))
         return able if rows_pay else fixed
 
     def proposal_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, prices: Prices
+        self, step: Step, probabilities: list[float], by_model: Candidate | None, prices: Prices
     ) -> int:
         """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
@@ -261,28 +253,22 @@ class Controller:
             step: with the drafts before it.
             probabilities: acceptance probability of each proposed token.
             by_model: the sequence as the draft model may go on with it instead; None where it may not.
-            rows: of the target's pass by now.
             prices: of this round.
         """
         if _is_fixed(step):
             least = by_model.acceptance if by_model else 0.0
             return next((index for index, p in enumerate(probabilities) if p < least), len(probabilities))
         accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
-        length, gain = rows_worth_adding(accepted, rows, prices)
+        length, gain = rows_worth_adding(accepted, prices)
         if by_model is None:
             return length
         by_model = by_model._replace(limit=min(by_model.limit, length))
-        return length if gain > choose_for_model([by_model], rows, prices)[1] else 0
+        return length if gain > choose_for_model([by_model], prices)[1] else 0
 
     def candidate(self, step: Step, pending: int, prices: Prices) -> Candidate | None:
-        """What is known of a step before the draft model drafts its next token.
+        """What is known of a step before the draft model reads `pending` tokens and drafts the next one.
 
         None while drafts have lost too much for the sequence's length; other drafters go on.
-
-        Args:
-            step: with the drafts before it.
-            pending: tokens that the draft model has to read before that.
-            prices: of this round.
         """
         sequence = step.sequence
         acceptance = self.acceptance.of_next(sequence)

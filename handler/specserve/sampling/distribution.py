@@ -26,12 +26,8 @@ def to_distribution(logits: FloatArray, sampling: SamplingParams) -> FloatArray:
 
     The same function makes p of the target's logits and q of the draft's; greedy is one-hot.
 
-    Args:
-        logits: shape (vocabulary,), -inf for what is impossible; not changed.
-        sampling: the request's settings.
-
-    Returns:
-        Probabilities, shape (vocabulary,), in the logits' own precision.
+    Logits and probabilities have shape (vocabulary,) and the same precision; the logits, -inf for what is impossible,
+    are not changed.
 
     Raises:
         FloatingPointError: the largest logit is not finite.

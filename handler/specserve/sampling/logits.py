@@ -28,7 +28,7 @@ def penalise(
     Args:
         logits: not changed.
         sampling: the request's settings.
-        prompt: its tokens, in any order, which only the repetition penalty counts.
+        prompt: its tokens, in any order.
         output: the tokens generated up to this position, draft tokens included.
     """
     shaped = logits.copy()
@@ -69,10 +69,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
 
     The grammar comes after biases, so that nothing can make a token possible that it forbids.
 
-    Args:
-        logits: shape (vocabulary,); not changed, and returned where the request changes nothing.
-        sequence: the committed tokens, and the request's settings.
-        drafts: draft tokens between those and this position.
+    They have shape (vocabulary,), are not changed, and are returned where the request changes nothing.
 
     Raises:
         ConstraintError: the request's grammar cannot be followed further.
@@ -101,10 +98,7 @@ class TargetDistributions:
     A softmax over a large vocabulary takes time. Token, coupled and greedy verification never ask for rows after a
     rejection; block verification asks for those of all drafts, up to a draft of probability 0.
 
-    Args:
-        logits: the target's rows, from that of the last committed token on; overwritten by its next pass.
-        sequence: the committed tokens.
-        drafts: the draft tokens after them.
+    `logits` are the target's rows, from that of the last committed token on; its next pass overwrites them.
     """
 
     def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
@@ -140,10 +134,7 @@ class TargetDistributions:
 def score(logits: FloatArray, token: int, top: int) -> TokenScore:
     """A token's log-probability by the target alone: temperature 1, no biases, penalties, grammar, truncation.
 
-    Args:
-        logits: the target's for the token's position, shape (vocabulary,).
-        token: the one that was generated there.
-        top: how many of the most probable tokens to name, the most probable first.
+    The logits are the target's for the token's position, shape (vocabulary,); the `top` most probable tokens are named.
 
     Raises:
         FloatingPointError: the logits are not finite.

@@ -99,11 +99,8 @@ class Acceptance:
     def learn_from(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
 
-        Args:
-            step: its proposals were refused at the first position, which is always reached. Without them a drafter that
-                was wrong for a while would never be tried again.
-            p: the target's distributions.
-            committed: the accepted drafts, and the rule's own token if there is one.
+        Those were refused at the first position, which is always reached. Without them a drafter that was wrong for a
+        while would never be tried again. `committed` is the accepted drafts, and the rule's own token if there is one.
         """
         sequence, n_accepted = step.sequence, step.n_accepted
         # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little

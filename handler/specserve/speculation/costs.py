@@ -42,13 +42,6 @@ class CostTable:
         if not (is_ascending and is_complete and np.isfinite(times).all()):
             raise ValueError("no seconds for each number of rows after each length, both ascending")
 
-    def at(self, kv_len: int) -> FloatArray:
-        """Seconds for each number of rows in `rows` after `kv_len` tokens, on the line through the measurements."""
-        # Attention never gets cheaper with the context: a line that falls is noise.
-        near, far = np.maximum.accumulate(np.array(self.seconds))
-        seconds: FloatArray = near + max(0, kv_len - self.kv_len[0]) / (self.kv_len[1] - self.kv_len[0]) * (far - near)
-        return seconds
-
 
 class PassCosts:
     """Seconds of one model's forward passes now: its table times a factor.
@@ -108,10 +101,14 @@ class PassCosts:
         return curve[rows] if rows <= last else curve[last] * rows / last
 
     def _curve(self, kv_len: int) -> list[float]:
-        """By number of rows, on lines between those that were timed."""
+        """By number of rows: on lines between those that were timed, and through both lengths."""
         entry = kv_len // _GRAIN
         if entry not in self._curves:
+            # Attention never gets cheaper with the context: a line that falls is noise.
+            near, far = np.maximum.accumulate(np.array(self.table.seconds))
+            start, end = self.table.kv_len
+            seconds = near + max(0, entry * _GRAIN - start) / (end - start) * (far - near)
             counts = [0, *self.table.rows]
-            curve = np.interp(range(counts[-1] + 1), counts, [0, *self.table.at(entry * _GRAIN)])
+            curve = np.interp(range(counts[-1] + 1), counts, [0, *seconds])
             self._curves[entry] = curve.tolist()
         return self._curves[entry]

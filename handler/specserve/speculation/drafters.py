@@ -35,11 +35,11 @@ class Drafters:
     """All drafters, which draft what the controller decides.
 
     Args:
-        controller: decides how many tokens are drafted.
+        controller: decides.
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's logits.
-        end_tokens: those that end an answer.
+        end_tokens: of an answer.
         clock: seconds, for the cost of the draft model's passes.
     """
 
@@ -64,7 +64,6 @@ class Drafters:
         return self.model.cache.kv_len(sequence.slot for sequence in sequences) if self.model else None
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
         self.controller.forget(sequence)
         for proposer in self._proposers:
             proposer.forget(sequence)
@@ -76,7 +75,7 @@ class Drafters:
 
         Args:
             steps: all of the round, without drafts.
-            kv_len: how many tokens a row of the target's pass attends to.
+            kv_len: tokens of the target's cache that a row attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
             max_alternatives: of the target's pass.
         """

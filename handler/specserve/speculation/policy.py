@@ -27,7 +27,6 @@ from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.costs import PassCosts
@@ -169,11 +168,6 @@ class Controller:
         self._balances.pop(sequence, None)
         self.acceptance.forget(sequence)
 
-    def learn(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
-        """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
-        if step.sequence.speculation.mode != "off":
-            self.acceptance.learn_from(step, p, committed)
-
     def prices(
         self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
     ) -> Prices:
@@ -205,7 +199,7 @@ class Controller:
 
         Args:
             decoding: the sequences that decode in this round.
-            max_rows: rows of the target's pass that may be drafts.
+            max_rows: of the target's pass that may be drafts.
             max_wait_seconds: that drafts may add to the round; infinite where no other request waits for them.
             kv_len: tokens of the target's cache that a row attends to.
             draft_kv_len: the same of the draft model's; None without one.

@@ -51,7 +51,7 @@ def run_round(
     Args:
         target: its cache.
         drafters: all of them, with their controller.
-        steps: one for each sequence of the round, in the order in which they are verified.
+        steps: one for each sequence, in the order in which they are verified.
         clock: seconds.
         awaiting_first_token: number of sequences in prefill or about to be; they make time more valuable.
 
@@ -96,12 +96,7 @@ def _share_time(
 ) -> None:
     """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
 
-    Args:
-        steps: of the round, before their tokens are committed.
-        costs: of the target's passes.
-        kv_len: tokens of its cache that a row attends to.
-        draft_seconds: that the round's drafting took.
-        target_seconds: that the target's pass took.
+    Its tokens are not committed yet; `kv_len` is how many tokens of the target's cache a row attends to.
     """
     decoding = sum(not step.in_prefill for step in steps)
     rows = sum(step.rows for step in steps)
@@ -127,12 +122,8 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
 
     The caches then hold what is committed, but for its last token. An error leaves them to the caller.
 
-    Args:
-        target: its cache.
-        drafters: all of them.
-        step: whose rows the target has read.
-        logits: of these, shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need
-            some, after each draft, and after each alternative.
+    The logits have shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need some,
+    after each draft, and after each alternative.
     """
     sequence, controller = step.sequence, drafters.controller
     try:
@@ -180,7 +171,8 @@ def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
     if not committed:
         sequence.deferrals += 1
         return 0
-    controller.learn(step, p, committed)
+    if sequence.speculation.mode != "off":
+        controller.acceptance.learn_from(step, p, committed)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:

@@ -122,7 +122,7 @@ class Step:
         return len(self.sequence.tokens) + len(self.drafts)
 
     def tokens_from(self, first: int) -> list[int]:
-        """The tokens of the sequence from a position on, draft tokens included."""
+        """From a position on, draft tokens included."""
         return [*self.sequence.tokens[first:], *self.draft_tokens[max(0, first - len(self.sequence.tokens)) :]]
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
 from constraints import Alternating
 from costs import proportional
-from fake_engine import FakeEngine, NoEndToken
+from fake_engine import FakeEngine
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import RequestInfo, SamplingParams, Sequence, SpeculationParams
@@ -69,13 +69,13 @@ def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slo
     assert told == read == [6, *[1] * 6, 6, *[1] * 4]
 
 
-@pytest.mark.parametrize(("length", "read"), [(40, 40), (64, 64), (80, 64), (500, 64)])
-def test_of_a_long_sequence_the_model_reads_the_last_tokens(length: int, read: int) -> None:
+def test_of_a_long_sequence_the_model_reads_the_last_tokens() -> None:
     """The window is 64 tokens."""
-    model, [step] = model_and_steps(length, max_rows=64)
-    assert model.draft_prefill(step) == read
-    assert rows_read(model, step) == [read]
-    assert model.cache.start(0) == length - read
+    for length, read in ((40, 40), (64, 64), (80, 64), (500, 64)):
+        model, [step] = model_and_steps(length, max_rows=64)
+        assert model.draft_prefill(step) == read
+        assert rows_read(model, step) == [read]
+        assert model.cache.start(0) == length - read
 
 
 def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
@@ -96,23 +96,6 @@ def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
         for token in tokens:
             step.drafts.append(Draft(token, None, "lookup", 0.9))
         assert model.read([step])
-
-
-def test_a_full_slot_counts_as_a_draft_prefill_and_begins_anew() -> None:
-    pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=25, vocabulary=NoEndToken(VOCABULARY))
-    long = pair.submit([1, 2, 3], max_tokens=60)
-    pending = []
-
-    def is_done() -> bool:
-        if long.generated and not long.done:
-            assert pair.drafters.model
-            pending.append(pair.drafters.model.draft_prefill(Step(long, len(long.tokens) - 1, 1)))
-            assert pair.draft_cache.length(long.slot) <= 25
-        return long.done
-
-    pair.run_until(is_done)
-    assert long.stats.drafted > 30
-    assert 8 in pending[1:], "the window"
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
@@ -182,16 +165,16 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     assert other.stats.drafted_by["model"] > 0
 
 
-@pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
-def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens(draft_width: int) -> None:
-    pair = FakePair(draft_width=draft_width, blend=0.5)
+def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens() -> None:
     prompt = [1, 2, VOCABULARY - 2]  # the smaller vocabulary lacks the last token
-    greedy = pair.submit(prompt)
-    sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
-    pair.run()
-    assert greedy.answer == plain_greedy(prompt, 20)
-    assert sampled.stats.drafted > 0
-    assert max(row.token for row in pair.draft.decoded) < draft_width
+    for draft_width in (VOCABULARY - 5, VOCABULARY + 5):
+        pair = FakePair(draft_width=draft_width, blend=0.5)
+        greedy = pair.submit(prompt)
+        sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
+        pair.run()
+        assert greedy.answer == plain_greedy(prompt, 20)
+        assert sampled.stats.drafted > 0
+        assert max(row.token for row in pair.draft.decoded) < draft_width
 
 
 def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_another_slot() -> None:
@@ -216,19 +199,18 @@ def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:
     assert later.stats.drafted > 0
 
 
-@pytest.mark.parametrize("failing_pass", range(8))
-@pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
-def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output(fault: str, failing_pass: int) -> None:
+def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output() -> None:
     """The pass may be a prefill, or draft any token of a round."""
-    pair = FakePair()
     prompt = list(range(12))
-    drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
-    setattr(pair.draft, fault, failing_pass)
-    pair.run()
-    assert getattr(pair.draft, fault) is None, "the fault was not reached"
-    assert drafted.answer == plain_greedy(prompt, 20)
-    assert plain.answer == plain_greedy([4, 5], 20)
-    passes = len(pair.draft.decoded)
-    pair.submit([1, 2])
-    pair.run()
-    assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"
+    for failing_pass, fault in product(range(8), ("fail_after", "poison_after")):
+        pair = FakePair()
+        drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
+        setattr(pair.draft, fault, failing_pass)
+        pair.run()
+        assert getattr(pair.draft, fault) is None, "the fault was not reached"
+        assert drafted.answer == plain_greedy(prompt, 20)
+        assert plain.answer == plain_greedy([4, 5], 20)
+        passes = len(pair.draft.decoded)
+        pair.submit([1, 2])
+        pair.run()
+        assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"

@@ -44,37 +44,24 @@ BY_NUMBERS: tuple[Verification, ...] = ("token", "block")
 
 
 class Case(NamedTuple):
-    """What is run, chosen for few cases in which much happens.
+    """What is run, chosen for few cases in which much happens."""
 
-    Args:
-        events: what must happen: numbers of drafts, their drafters, alternatives adopted beside so many drafts.
-        prompts: one for each sequence.
-        together: whether the sequences run at once or one after the other.
-        length: of each answer, in tokens.
-        min_p: unlikely tokens get probability 0, which leaves few cases of long answers.
-        draft_seconds: of the draft model's pass; the target's takes one.
-        blend: how much the draft model differs.
-        pool: of finished answers, which the second sequence searches; None is none.
-        masks: that a round has time for; None without a grammar.
-        forbidden: which tokens may not be generated, as the fields of `SamplingParams` say it.
-    """
-
-    events: set[str]
+    events: set[str]  # that must happen: numbers of drafts, their drafters, alternatives adopted beside so many drafts
     prompts: tuple[list[int], ...] = ([0, 1],)
-    together: bool = True
-    length: int = 6
+    together: bool = True  # whether the sequences run at once or one after the other
+    length: int = 6  # of each answer, in tokens
     mode: SpeculationMode = "auto"
     gamma: int = 8
-    min_p: float = 0.2
+    min_p: float = 0.2  # unlikely tokens get probability 0, which leaves few cases of long answers
     presence_penalty: float = 0.0
     vocabulary: FakeVocabulary = NoEndToken(3)
-    draft_seconds: float = 0.36
-    blend: float = 0.4
+    draft_seconds: float = 0.36  # of the draft model's pass; the target's takes one
+    blend: float = 0.4  # how much the draft model differs
     alternatives: int = 8
     prediction: tuple[int, ...] = ()
-    pool: Pool | None = None
-    masks: int | None = None
-    forbidden: Mapping[str, Any] = MappingProxyType({})
+    pool: Pool | None = None  # which the second sequence searches
+    masks: int | None = None  # that a round has time for; None without a grammar
+    forbidden: Mapping[str, Any] = MappingProxyType({})  # further fields of `SamplingParams`
 
     @property
     def sampling(self) -> SamplingParams:

@@ -14,14 +14,7 @@ from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
-from specserve.speculation.policy import (
-    Balance,
-    Candidate,
-    Controller,
-    Prices,
-    choose_for_model,
-    rows_worth_adding,
-)
+from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model, rows_worth_adding
 from specserve.speculation.step import Draft, Step
 
 MAX_DRAFTS = 9
@@ -57,19 +50,6 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
-@given(
-    candidate=st.builds(
-        Candidate, probabilities, probabilities, st.integers(0, MAX_DRAFTS), st.floats(0, 2), st.just(False)
-    ),
-    prices=st.builds(prices_of, curves, curves),
-)
-def test_the_model_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, prices: Prices) -> None:
-    chosen, gain = choose_for_model([candidate], prices)
-    best = max(gain_of([(candidate, gamma)], 1, prices) for gamma in range(candidate.limit + 1))
-    assert gain == pytest.approx(best, abs=1e-9)
-    assert bool(chosen) == (best > 0) or abs(best) < 1e-9
-
-
 @given(acceptance=probabilities, target=curves, draft=st.floats(0.01, 10))
 def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: list[float], draft: float) -> None:
     """The break-even rate is the largest tokens per second of a round, over all draft lengths (renewal reward)."""
@@ -88,22 +68,23 @@ def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: l
     reached=st.lists(probabilities, min_size=1, max_size=4),
     acceptance=probabilities,
     most=st.integers(1, 4),
+    draft_prefill=st.floats(0, 2),
     prices=st.builds(prices_of, curves, curves),
 )
 def test_the_best_choice_of_sequences_is_found(
-    reached: list[float], acceptance: float, most: int, prices: Prices
+    reached: list[float], acceptance: float, most: int, draft_prefill: float, prices: Prices
 ) -> None:
     """Brute force over every subset and every common number of further drafts."""
-    candidates = [Candidate(probability, acceptance, most) for probability in reached]
+    candidates = [Candidate(probability, acceptance, most, draft_prefill) for probability in reached]
     best = max(
         gain_of([(candidate, gamma) for candidate in chosen], len(candidates), prices)
         for count in range(len(candidates) + 1)
         for chosen in combinations(candidates, count)
         for gamma in range(1, most + 1)
     )
-    assert choose_for_model(candidates, replace(prices, rows=len(candidates)))[1] == pytest.approx(
-        max(0.0, best), abs=1e-9
-    )
+    chosen, gain = choose_for_model(candidates, replace(prices, rows=len(candidates)))
+    assert gain == pytest.approx(max(0.0, best), abs=1e-9)
+    assert bool(chosen) == (best > 0) or abs(best) < 1e-9
 
 
 def test_a_full_sequence_is_skipped_and_costs_nothing() -> None:
@@ -198,12 +179,8 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
     for max_wait, expected in {math.inf: [5, 8, 0], 2.01: [4, 4, 0], 0.51: [1, 1, 0], 0.0: [0, 0, 0]}.items():
         found = own.max_drafts(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
         assert found == expected
-
-
-def test_where_sequences_have_outgrown_their_promises_nothing_is_drafted() -> None:
-    for max_wait in (math.inf, 0.1):
-        found = controller().max_drafts([sequence()], max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
-        assert found == [0]
+        # They have outgrown what they were promised.
+        assert own.max_drafts(sequences, max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
 
 
 # The value of time, and the budget of losses
@@ -269,17 +246,12 @@ def test_a_draft_prefill_is_spread_over_the_tokens_that_follow_in_nine_of_ten_an
         own.forget(sequence(generated=length, max_tokens=1000))
     spread = {n: round(tokens_that_share(own, sequence(generated=n, max_tokens=1000))) for n in (1, 4, 5, 20)}
     assert spread == {1: 4, 4: 1, 5: 395, 20: 380}
-    prices = own.prices([sequence()], 0, 0)
-    candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, prices)
+    candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, own.prices([sequence()], 0, 0))
     assert candidate
     assert candidate.draft_prefill == 0
-
-
-def test_answers_that_were_cut_off_would_have_gone_on() -> None:
-    own = controller()
     for _ in range(200):
         own.forget(sequence(generated=5, max_tokens=5))
-    assert tokens_that_share(own, sequence(generated=2)) == pytest.approx(98)
+    assert tokens_that_share(own, sequence(generated=2)) == pytest.approx(98), "those that were cut off would go on"
 
 
 def test_answers_that_follow_a_grammar_have_lengths_of_their_own() -> None:

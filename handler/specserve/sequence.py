@@ -51,13 +51,11 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether any penalty or bias is set."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
     @property
     def forbids_tokens(self) -> bool:
-        """Whether some tokens may not be generated, everywhere or at some positions."""
         return self.allowed_tokens is not None or self.min_tokens > 0
 
 

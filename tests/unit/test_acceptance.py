@@ -116,8 +116,6 @@ def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model() -> None
             learn(acceptance, step_of(own, "model", accepted=accepted))
         assert low <= acceptance.of_next(own) <= high
     assert acceptance.of_next(other) == first
-    acceptance.forget(own)
-    assert acceptance.of_next(own) == first
 
 
 def test_without_drafts_of_the_model_the_average_follows_the_targets_confidence() -> None:

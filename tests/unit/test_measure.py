@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -155,10 +156,12 @@ def test_what_another_user_may_have_planted_is_neither_read_nor_written(
     target, text = model.parent / "target", file.read_text()
     target.write_text(text)
     target.chmod(0o600)
+    shared = Path(shutil.copy(target, model.parent / "shared"))
+    shared.chmod(0o666)
     plants: dict[str, Callable[[], object]] = {
         "link": lambda: file.symlink_to(target),
         "pipe": lambda: os.mkfifo(file),
-        "open to others": lambda: (file.write_text(text), file.chmod(0o666)),
+        "open to others": lambda: shutil.copy(shared, file),
         "directory": file.mkdir,
     }
     for name, plant in plants.items():

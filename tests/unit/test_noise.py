@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from rules import noise
-from specserve.sampling.noise import Purpose
+from specserve.sampling.noise import Noise, Purpose
 
 
 def test_different_keys_give_different_numbers() -> None:
@@ -41,7 +41,7 @@ def test_numbers_are_uniform_and_independent_between_purposes() -> None:
 
 def test_exponentials_are_keyed_by_seed_choice_and_position_alone() -> None:
     def numbers(index: int = 3, part: int = 0, **keys: int) -> tuple[float, ...]:
-        return tuple(noise(**({"seed": 5, "choice": 1, "position": 10} | keys)).exponentials(index, part, 50))
+        return tuple(noise(Noise, **{"seed": 5, "choice": 1, "position": 10} | keys).exponentials(index, part, 50))
 
     assert numbers() == numbers(0, position=13) == numbers(secret=1, round_number=9)
     others = [numbers(part=1), numbers(position=11), numbers(choice=0), numbers(seed=-5)]

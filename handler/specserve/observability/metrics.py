@@ -37,7 +37,6 @@ Send = Callable[[Metric, tuple[str, ...], float], None]
 
 
 def _metric(kind: Kind, name: str, *labels: str) -> Metric:
-    """Make a metric with these labels after those of `Served`."""
     return Metric(kind, f"specserve_{name}", (*Served._fields, *labels))
 
 

@@ -166,7 +166,7 @@ def _nucleus(weights: FloatArray, ids: IntArray, mass: float) -> IntArray:
 
 
 def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
-    """Return ids that hold all tokens the first cut may keep, and few others, in order, without sorting them all."""
+    """Ids that hold all tokens the first cut may keep, and few others, in order, without sorting them all."""
     floor = 0.0
     whole = weights.size - weights.size % _COLUMNS
     if top_k:

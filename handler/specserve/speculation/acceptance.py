@@ -92,10 +92,6 @@ class Acceptance:
         """The acceptance probability of a token that the draft model has not drafted yet."""
         return self._averages.get(sequence, _FIRST)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what a sequence has shown; what all have shown stays."""
-        self._averages.pop(sequence, None)
-
     def learn_from(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
 

@@ -75,14 +75,11 @@ class PassCosts:
 
     def seconds(self, rows: int, kv_len: int) -> float:
         """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
-        return self.factor * self._measured(rows, kv_len)
+        return self.factor * self._curve(rows, kv_len)[rows]
 
     def curve(self, max_rows: int, kv_len: int) -> FloatArray:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,)."""
-        curve = self._curve(kv_len)
-        last = len(curve) - 1
-        beyond = curve[last] * np.arange(last + 1, max_rows + 1) / last
-        return self.factor * np.append(curve[: max_rows + 1], beyond)
+        return self.factor * np.array(self._curve(max_rows, kv_len)[: max_rows + 1])
 
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
@@ -92,23 +89,19 @@ class PassCosts:
         usual = self.factor / math.exp(self._log_factor)
         if self._target is not None:
             self._seen_at, self._factor_then = self._target.passes, self._target.factor
-        self._shown.append(math.log(seconds / (usual * self._measured(rows, kv_len))))
+        self._shown.append(math.log(seconds / (usual * self._curve(rows, kv_len)[rows])))
         self._log_factor = statistics.median(self._shown)
 
-    def _measured(self, rows: int, kv_len: int) -> float:
-        curve = self._curve(kv_len)
-        last = len(curve) - 1
-        return curve[rows] if rows <= last else curve[last] * rows / last
-
-    def _curve(self, kv_len: int) -> list[float]:
-        """By number of rows: on lines between those that were timed, and through both lengths."""
-        entry = kv_len // _GRAIN
+    def _curve(self, max_rows: int, kv_len: int) -> list[float]:
+        """By number of rows, on lines between those that were timed and through both lengths; it may be longer."""
+        entry, last = kv_len // _GRAIN, self.table.rows[-1]
         if entry not in self._curves:
             # Attention never gets cheaper with the context: a line that falls is noise.
             near, far = np.maximum.accumulate(np.array(self.table.seconds))
             start, end = self.table.kv_len
             seconds = near + max(0, entry * _GRAIN - start) / (end - start) * (far - near)
-            counts = [0, *self.table.rows]
-            curve = np.interp(range(counts[-1] + 1), counts, [0, *seconds])
-            self._curves[entry] = curve.tolist()
-        return self._curves[entry]
+            self._curves[entry] = np.interp(range(last + 1), [0, *self.table.rows], [0, *seconds]).tolist()
+        curve = self._curves[entry]
+        if len(curve) <= max_rows:
+            curve.extend(curve[last] * rows / last for rows in range(len(curve), max_rows + 1))
+        return curve

@@ -59,9 +59,9 @@ class Drafters:
         self._end_tokens = frozenset(end_tokens)
         self._clock = clock
 
-    def draft_kv_len(self, sequences: Iterable[Sequence]) -> int | None:
-        """How many cached tokens a row of these attends to in the draft model; None without a model."""
-        return self.model.cache.kv_len(sequence.slot for sequence in sequences) if self.model else None
+    def draft_kv_len(self, sequences: Iterable[Sequence]) -> int:
+        """How many cached tokens a row of these attends to in the draft model; 0 without one."""
+        return self.model.cache.kv_len(sequence.slot for sequence in sequences) if self.model else 0
 
     def forget(self, sequence: Sequence) -> None:
         self.controller.forget(sequence)
@@ -82,7 +82,7 @@ class Drafters:
         if not any(step.max_drafts > 0 for step in steps):
             return
         decoding = [step.sequence for step in steps if not step.in_prefill]
-        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
+        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         prices.rows = sum(step.rows for step in steps)
         drafting = self.controller.begin_round(steps, prices)
         for step in drafting:
@@ -133,7 +133,6 @@ class Drafters:
         prices.rows += 1
 
     def _chosen_for_model(self, drafting: list[Step], prices: Prices) -> list[Step]:
-        """The steps whose next token the model drafts now."""
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
         chosen, _ = choose_for_model([candidate for _, candidate in candidates], prices)

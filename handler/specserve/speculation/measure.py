@@ -114,7 +114,6 @@ def prefill(engine: Engine, tokens: Sequence[int], start: int = 0) -> None:
 
 
 def _fill(engine: Engine, length: int) -> None:
-    """Let slot 0 hold `length` tokens."""
     held = engine.cached_len(0)
     if not held or engine.token_bytes is None:
         prefill(engine, [_token(engine, position) for position in range(length)], held)
@@ -152,7 +151,6 @@ def _token(engine: Engine, position: int) -> int:
 
 
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
-    """A hash of everything that the costs depend on."""
     parts = (
         *(_METHOD, _fingerprint(model), processor(), threads, kernels, version("llama-cpp-python")),
         *(engine.n_slots, engine.slot_length, engine.max_rows),

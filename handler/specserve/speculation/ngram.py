@@ -77,7 +77,6 @@ class NgramIndex:
         return len(self.tokens)
 
     def extend(self, tokens: abc.Iterable[int]) -> None:
-        """Add tokens to the text."""
         begin = len(self)
         self.tokens.extend(tokens)
         size = len(self)
@@ -188,7 +187,6 @@ class Pools:
         self._corpus = NgramIndex(_IN_POOL, (token for text in corpus for token in (*text, _BETWEEN)))
 
     def of(self, pool: Pool | None) -> list[NgramIndex]:
-        """What a sequence of this pool may search."""
         own = None if pool is None else self._pools.use(*pool)
         return [index for index in (own, self._corpus) if index]
 
@@ -287,6 +285,3 @@ class PredictionProposer(Proposer):
         tokens = aligned.index.tokens[match.end : match.end + max_tokens].tolist()
         lengths = range(match.length, match.length + len(tokens))
         return Proposal(tokens, [_rate("predicted", length) for length in lengths])
-
-    def forget(self, sequence: Sequence) -> None:
-        self._aligned.pop(sequence, None)

@@ -161,12 +161,10 @@ class Controller:
         return self._balances.setdefault(sequence, Balance())
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what a sequence has shown that has ended, but for its length."""
+        """Keep nothing of a sequence that has ended but its length; one that was cut off at its limit would go on."""
         if sequence.generated:
-            # One that was cut off at its limit would go on.
             self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
         self._balances.pop(sequence, None)
-        self.acceptance.forget(sequence)
 
     def prices(
         self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
@@ -193,7 +191,7 @@ class Controller:
         max_rows: int,
         max_wait_seconds: float,
         kv_len: int,
-        draft_kv_len: int | None,
+        draft_kv_len: int,
     ) -> list[int]:
         """The most draft tokens of each sequence: its gamma, as far as a pass has room and others can wait for them.
 
@@ -202,7 +200,7 @@ class Controller:
             max_rows: of the target's pass that may be drafts.
             max_wait_seconds: that drafts may add to the round; infinite where no other request waits for them.
             kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's; None without one.
+            draft_kv_len: the same of the draft model's.
         """
         # The round may add one token of the target's own.
         asked = [
@@ -213,7 +211,7 @@ class Controller:
         # Below zero where sequences have outgrown what they were promised.
         most = max(0, max_rows) // drafting
         if not math.isinf(max_wait_seconds):
-            draft_pass = self.draft_cost.seconds(drafting, draft_kv_len or 0) if self.draft_cost else 0.0
+            draft_pass = self.draft_cost.seconds(drafting, draft_kv_len) if self.draft_cost else 0.0
             added = self.target_cost.curve(len(decoding) + drafting * most, kv_len)[len(decoding) :: drafting]
             waits = [gamma * draft_pass + seconds - added[0] for gamma, seconds in enumerate(added)]
             most = max((gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds), default=0)

@@ -113,7 +113,6 @@ class Step:
 
     @property
     def p_all_accepted(self) -> float:
-        """The estimated probability that all drafts are accepted."""
         return prod(draft.acceptance for draft in self.drafts)
 
     @property

@@ -215,10 +215,8 @@ def exact_answers(
         if grammar is not None:
             logits = np.where(grammar.allowed(answer), logits, -np.inf)
         for token in range(vocabulary.size):
-            begun = [word[:-1] for word in sampling.bad_words if word[-1] == token]
-            is_bad = any(answer[len(answer) - len(word) :] == word for word in begun)
             is_early = token in sampling.end_tokens and len(answer) < sampling.min_tokens
-            if is_bad or is_early or token not in (sampling.allowed_tokens or [token]):
+            if is_early or token not in (sampling.allowed_tokens or [token]):
                 logits[token] = -np.inf
         for token, p in enumerate(to_distribution(logits, sampling)):
             if vocabulary.is_end_token(token):

@@ -19,8 +19,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def machine(far: float = 1.0) -> PassCosts:
     """A pass takes 30 ms and 3 ms a row, and attention of a row a microsecond for each token; `far` times that late."""
-    seconds = [tuple(0.03 + rows * (0.003 + 1e-6 * length) for rows in ROWS) for length in (64, 4096, 16_384)]
-    return FixedCost(CostTable(ROWS, (64, 4096, 16_384), (*seconds[:2], tuple(far * n for n in seconds[2]))))
+    near, late = (tuple(0.03 + rows * (0.003 + 1e-6 * length) for rows in ROWS) for length in (64, 16_384))
+    return FixedCost(CostTable(ROWS, (64, 16_384), (near, tuple(far * n for n in late))))
 
 
 def chunk(cost: PassCosts, kv_len: int, *, max_rows: int = 512, max_wait_seconds: float = 0.25) -> int:
@@ -46,7 +46,7 @@ def test_late_chunks_are_narrower_than_early_ones_which_add_what_others_can_wait
 def test_the_chunk_is_the_widest_that_fits_whatever_passes_cost(
     seconds: list[float], rows: int, max_rows: int, max_wait: float
 ) -> None:
-    cost = FixedCost(CostTable(ROWS, (64,), (tuple(seconds),)))
+    cost = FixedCost(CostTable(ROWS, (64, 128), (tuple(seconds), tuple(seconds))))
     chosen = prefill_chunk(cost, 0, rows=rows, max_rows=max_rows, max_wait_seconds=max_wait)
     curve = cost.curve(rows + max_rows, 0)
     fitting = [n for n in range(max_rows + 1) if curve[rows + n] <= curve[rows] + max_wait]

@@ -63,7 +63,6 @@ class SamplingFields(Body):
             seed=None if self.seed == _ANY_SEED else self.seed,
             logit_bias=(*self._biases(vocabulary), *never),
             allowed_tokens=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            bad_words=self._bad_words(vocabulary),
             min_tokens=self.min_tokens or 0,
             end_tokens=(*ends, *stop_tokens) if self.min_tokens else (),
             repetition_penalty=self.repetition_penalty or 1.0,

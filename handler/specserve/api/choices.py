@@ -82,11 +82,10 @@ class ChoicesResponse(GenerationResponse, ABC):
         """Return the log-probabilities of these tokens."""
 
     def _chosen(self, count: int) -> list[_Choice]:
-        """Return the `count` best candidates of each prompt by mean log-probability; all of them stay in order."""
+        """Return the first `count` candidates of each prompt."""
         chosen = []
         for prompt, group in zip(self._form.prompts, self._candidates, strict=True):
-            best = group if count == len(group) else sorted(group, key=lambda each: -each.mean_logprob)[:count]
-            chosen += [(generation, prompt, group[0]) for generation in best]
+            chosen += [(generation, prompt, group[0]) for generation in group[:count]]
         return [_Choice(index, *choice) for index, choice in enumerate(chosen)]
 
     def _object(self, choices: list[Json]) -> Json:

@@ -10,7 +10,6 @@ from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
-from specserve.core.detokenizer import named_control_tokens
 from specserve.core.generation import Generation, TextParams
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -92,8 +91,7 @@ def resolve(
     prediction = _prediction(request, vocabulary, config)
     text = TextParams(
         request.stops,
-        controls=named_control_tokens(request.stops, vocabulary),
-        stop_tokens=frozenset(request.stop_token_ids or ()),
+        stop_tokens=frozenset(request.stop_token_ids or ()) | _named_tokens(request.stops, vocabulary),
         includes_stop=bool(request.include_stop_str_in_output),
         spells_control=request.skip_special_tokens is False,
         tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
@@ -125,6 +123,12 @@ def resolve(
         for number, prompt in enumerate(prompts)
     ]
     return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), groups
+
+
+def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> set[int]:
+    """Return the control tokens whose names are stop strings; as text their names end an answer, too."""
+    encoded = [vocabulary.encode(stop, special=True, begin=False) for stop in stops]
+    return {tokens[0] for tokens in encoded if len(tokens) == 1 and not vocabulary.piece(tokens[0])}
 
 
 def _info(

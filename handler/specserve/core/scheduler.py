@@ -232,7 +232,7 @@ class Scheduler:
             with Contained(generation.info.request, generation.fail):
                 generation.read_new_tokens()
                 if generation.max_tokens == 0 and not self._cache.pending(generation):
-                    generation.end_without_tokens()
+                    generation.end("length")
         self._recorder.record_round(steps, started, self._clock())
         self._fail(errors)
         self._end([generation for generation in self._running if generation.done])

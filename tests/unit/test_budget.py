@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costs import FixedCost, proportional
-from specserve.core.budget import max_wait, prefill_chunk
+from specserve.core.scheduler import max_wait, prefill_chunk
 from specserve.speculation.costs import CostTable, PassCosts
 from work import lines_run
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from typing import Literal
 
 from specserve.core.generation import Generation
@@ -40,11 +39,7 @@ Obstacle = Literal["prefix", "prefill", "room"]
 
 
 def promised_cells(sequence: Sequence) -> int:
-    """Number of cells that a sequence may fill, its prompt and what it has generated included.
-
-    Args:
-        sequence: its prompt and `max_tokens` fit into the cache together.
-    """
+    """Number of cells that a sequence may fill, its prompt and what it has generated included."""
     promises = sequence.generated // _ANSWER + 1
     return sequence.prompt_length + min(sequence.max_tokens, promises * _ANSWER)
 
@@ -78,12 +73,7 @@ class Waiting:
         self._blocked = 0
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._queue)
-
-    def __contains__(self, generation: Generation) -> bool:
-        """Whether a sequence waits."""
-        return generation in self._queue
 
     @property
     def about_to_start(self) -> int:
@@ -91,13 +81,15 @@ class Waiting:
         return max(0, min(len(self._queue) - self._blocked, len(self._cache.free_slots)))
 
     def add(self, generation: Generation) -> None:
-        """Let a sequence wait."""
         self._queue.append(generation)
         generation.timestamps.queued = self._clock()
 
-    def remove(self, generation: Generation) -> None:
-        """Forget a sequence that waits."""
-        self._queue.remove(generation)
+    def discard(self, generation: Generation) -> bool:
+        """Forget a sequence; returns whether it was waiting."""
+        waits = generation in self._queue
+        if waits:
+            self._queue.remove(generation)
+        return waits
 
     def preempt(self, generation: Generation) -> None:
         """Take the slot of a running sequence, which goes on later."""
@@ -113,9 +105,7 @@ class Waiting:
 
         That is not the oldest of all before it has had its turn, so that there is always one that gets on.
         """
-        held: Counter[str] = Counter()
-        for generation in self._running:
-            held[generation.info.client] += promised_cells(generation)
+        held = self._cells()
         last = [generation for generation in self._running if held[generation.info.client] == max(held.values())][-1]
         is_oldest = last is self._running[0]
         self.preempt(self._running[-1] if is_oldest and not _had_its_turn(last) else last)
@@ -173,11 +163,10 @@ class Waiting:
     def _obstacle(self, generation: Generation, match: Match) -> Obstacle | None:
         """What a sequence waits for, although there is a free slot."""
         reading = [other for other in self._running if not self._cache.decodes(other)]
-        cached = max(match.shared, match.stored)
         # One that was preempted waits for nothing but its room, lest others come before it.
         if not generation.preemptions and any(self._reads_the_same(other, generation, match) for other in reading):
             return "prefix"
-        pending = len(generation.tokens) - cached
+        pending = len(generation.tokens) - max(match.shared, match.stored)
         long = [left for other in reading if (left := self._cache.pending(other)) > LONG_PREFILL]
         share = 0.75 if pending < min(long, default=math.inf) else 0.5
         # One sequence may always read, also where there is one slot.
@@ -215,12 +204,13 @@ class Waiting:
         return sorted(by_client, key=lambda g: not self._is_aged(g) or g.info.client in greedy)
 
     def _in_turns(self, waiting: Iterable[Generation], whose: Callable[[Generation], str]) -> list[Generation]:
+        """Each owner's first, then each one's second, and so on; those that run count as the first ones."""
         turn = Counter(map(whose, self._running))
-        turns: list[tuple[int, Generation]] = []
+        turns = {}
         for generation in waiting:
             turn[whose(generation)] += 1
-            turns.append((turn[whose(generation)], generation))
-        return [generation for _, generation in sorted(turns, key=itemgetter(0))]
+            turns[generation] = turn[whose(generation)]
+        return sorted(turns, key=turns.__getitem__)
 
     def _is_aged(self, generation: Generation) -> bool:
         return self._clock() - generation.timestamps.queued >= _AGED_SECONDS
@@ -228,9 +218,8 @@ class Waiting:
     def _make_way(self, waiting: Generation) -> list[Generation]:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
 
-        Returns:
-            Those that give way, now or after their turn; none if they do not make room enough, and older ones have to
-            end first.
+        Returns those that give way, now or after their turn; none if they do not make room enough, and older ones have
+        to end first.
         """
         greedy, client = self._clients_above_their_share(), waiting.info.client
         others = [
@@ -254,14 +243,18 @@ class Waiting:
 
     def _clients_above_their_share(self) -> set[str]:
         """Those whose sequences have more slots or cells than an equal share among all clients."""
-        n_clients = len({generation.info.client for generation in (*self._running, *self._queue)})
-        slots, cells = Counter[str](), Counter[str]()
+        n = len({generation.info.client for generation in (*self._running, *self._queue)})
+        slots = Counter(generation.info.client for generation in self._running)
+        n_slots, n_cells = self._target.n_slots, self._target.n_cells
+        cells = self._cells()
+        return {client for client in cells if n * slots[client] > n_slots or n * cells[client] > n_cells}
+
+    def _cells(self) -> Counter[str]:
+        """By client, the cells that its running sequences are promised."""
+        cells = Counter[str]()
         for generation in self._running:
-            slots[generation.info.client] += n_clients
-            cells[generation.info.client] += n_clients * promised_cells(generation)
-        return {
-            client for client in slots if slots[client] > self._target.n_slots or cells[client] > self._target.n_cells
-        }
+            cells[generation.info.client] += promised_cells(generation)
+        return cells
 
     def _fits_without(self, others: list[Generation], *waiting: Generation) -> bool:
         """Whether waiting sequences would have slots, and room for all their tokens, if these were not running."""

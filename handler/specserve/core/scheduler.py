@@ -17,8 +17,9 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
+import numpy as np
+
 from specserve.core.admission import Waiting
-from specserve.core.budget import prefill_chunk
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
@@ -26,6 +27,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.errors import Contained, EngineError
 from specserve.observability.records import Observer, Recorder
 from specserve.sequence import Sequence
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
 from specserve.speculation.step import Step
@@ -34,6 +36,33 @@ logger = logging.getLogger(__name__)
 
 # How much longer the chunks of others may make the pass that gives a prompt its first token.
 _FIRST_TOKEN_PASS = 2.0
+# The smallest chunk of a prefill, in tokens: a smaller one takes nearly as long (benchmarks/cost_curve.py).
+_MIN_CHUNK = 4
+# The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
+# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/decisions/tried.md).
+_WAIT_SECONDS, _WAIT_PASSES = 0.25, 7
+
+
+def max_wait(milliseconds: float | None, cost: PassCosts) -> float:
+    """The seconds that prefill may add to a round of sequences that decode.
+
+    `milliseconds` is as configured; None derives it from the machine's speed, by the cost of the target's passes.
+    """
+    if milliseconds is not None:
+        return milliseconds / 1000
+    return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
+
+
+def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max_wait_seconds: float) -> int:
+    """The longest prefill chunk, of 4 to `max_rows` tokens, that adds at most `max_wait_seconds` to a pass of `rows`.
+
+    A row of the chunk attends to `kv_len` cached tokens.
+    """
+    max_rows = max(0, max_rows)
+    seconds = cost.curve(rows + max_rows, kv_len)
+    # By estimate a wider pass may be faster than a narrower one.
+    fitting = np.flatnonzero(seconds[rows + 1 :] - seconds[rows] <= max_wait_seconds)
+    return max(min(_MIN_CHUNK, max_rows), int(fitting[-1]) + 1 if fitting.size else 0)
 
 
 class Scheduler:
@@ -46,8 +75,6 @@ class Scheduler:
         max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
             requests are running.
         begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
-        clock: seconds, for statistics and costs.
-        observers: told of every round and of every end.
         store: keeps the target's prefixes when they leave its cache; None for none.
     """
 
@@ -58,7 +85,7 @@ class Scheduler:
         *,
         prefill_rows: int,
         max_wait_seconds: float = math.inf,
-        begin_masks: Callable[[float], None] | None = None,
+        begin_masks: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = perf_counter,
         observers: abc.Sequence[Observer] = (),
         store: PrefixStore | None = None,
@@ -78,7 +105,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self._waiting or self._running)
 
     @property
@@ -89,12 +115,10 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of sequences in slots."""
         return len(self._running)
 
     @property
     def queued(self) -> int:
-        """Number of sequences without a slot."""
         return len(self._waiting)
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
@@ -104,12 +128,10 @@ class Scheduler:
 
     def cancel(self, generation: Generation) -> None:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-            self._record_ends([generation])
+        if self._waiting.discard(generation):
+            self._recorder.record_end(generation.end_record(self._clock()))
         elif generation in self._running:
-            self._release(generation)
-            self._record_ends([generation])
+            self._end([generation])
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error, where a round has raised; queued ones stay."""
@@ -124,9 +146,8 @@ class Scheduler:
         if not steps:
             return
         started = self._clock()
-        if self._begin_masks is not None:
-            # Grammar masks may delay other sequences as long as prefill may.
-            self._begin_masks(self.max_wait_seconds)
+        # Grammar masks may delay other sequences as long as prefill may.
+        self._begin_masks(self.max_wait_seconds)
         try:
             run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
@@ -136,7 +157,9 @@ class Scheduler:
 
     def check_caches(self) -> None:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
-        self._cache.check()
+        self._target.check()
+        if self._drafters.model:
+            self._drafters.model.cache.check()
 
     def store_prefixes(self) -> bool:
         """Copy some of what ended sequences have left in the target's cache to the store; returns if there is more."""
@@ -250,14 +273,7 @@ class Scheduler:
     def _end(self, ended: list[Generation]) -> None:
         """Free the slots of sequences that have ended, and record that."""
         for generation in ended:
-            self._release(generation)
-        self._record_ends(ended)
-
-    def _release(self, generation: Generation) -> None:
-        self._running.remove(generation)
-        self._cache.release(generation)
-        self._waiting.slot_is_free()
-
-    def _record_ends(self, ended: list[Generation]) -> None:
-        for generation in ended:
+            self._running.remove(generation)
+            self._cache.release(generation)
+            self._waiting.slot_is_free()
             self._recorder.record_end(generation.end_record(self._clock()))

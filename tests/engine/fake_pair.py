@@ -136,6 +136,12 @@ class FakePair:
         self._slots[generation] = generation.slot
         return generation
 
+    def answer(self, prompt: list[int], **options: Any) -> Generation:
+        """Queue a sequence, as `submit` does, and run rounds until all are done."""
+        generation = self.submit(prompt, **options)
+        self.run()
+        return generation
+
     def step(self, count: int = 1) -> None:
         """Run rounds, and compare both KV caches with the sequences' tokens after each."""
         for _ in range(count):
@@ -184,12 +190,12 @@ class RecordingObserver(Observer):
         self.ends.append(record)
 
 
-def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
-    """The target's greedy output without its end token, computed without a cache and without drafts."""
+def plain_greedy(prompt: list[int], max_tokens: int, *, endless: bool = False) -> list[int]:
+    """The target's greedy output without its end token, or as ENDLESS has it, without a cache and without drafts."""
     target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        token = int(np.argmax(target.logits(tokens)))
+        token = int(np.argmax(target.logits(tokens)[: END_TOKEN if endless else None]))
         if token == END_TOKEN:
             break
         tokens.append(token)

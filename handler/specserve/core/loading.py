@@ -14,7 +14,6 @@ from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.invariance import REPEATS, Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
@@ -59,10 +58,10 @@ class Models:
     placement: Placement
     kernels: Kernels
     config: HandlerConfig  # with the numbers of tokens that are served (pool.py)
+    # Whether outputs repeat, which depends on the target alone: with greedy and coupled verification they do not depend
+    # on the drafts.
+    repeats: str
     draft: LlamaModel | None = None
-    # The target's, None where specserve's kernels compute all of it. The draft model's does not matter: with greedy and
-    # coupled verification the output does not depend on the drafts.
-    invariance: Invariance | None = None
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -99,6 +98,8 @@ def load_models(config: HandlerConfig) -> Models:
         target, drafters = open_engines(
             target_model, draft_model, config, placement, pools, before_timing=reading.result
         )
+    repeats = kernels.repeating(target.left_to_llama_cpp)
+    logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -107,8 +108,8 @@ def load_models(config: HandlerConfig) -> Models:
         placement=placement,
         kernels=in_use,
         config=config,
+        repeats=repeats,
         draft=draft_model,
-        invariance=_measured_invariance(target),
     )
 
 
@@ -257,15 +258,6 @@ def _pass_costs(
         engine.close()
         raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
     return PassCosts(table, target=target)
-
-
-def _measured_invariance(target: LlamaEngine) -> Invariance | None:
-    if not target.left_to_llama_cpp:
-        logger.info("specserve: %s", REPEATS)
-        return None
-    invariance = probe(target)
-    logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
-    return invariance
 
 
 def open_store(config: HandlerConfig, models: Models) -> PrefixStore:

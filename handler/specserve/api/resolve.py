@@ -158,7 +158,7 @@ def _most_tokens(request: CompletionRequest | ChatRequest, prompts: list[Prompt]
     rest = config.context_length - min(len(prompt.tokens) for prompt in prompts)
     if fitting < min(rest, 1 if limit is None else limit):
         raise RequestError.invalid(
-            request.scores_field if scored else "echo" if request.echo else request.limit_field,
+            "logprobs" if scored else "echo" if request.echo else request.limit_field,
             f"The response to this request may take more than {MAX_RESPONSE_BYTES // 2**20} MB: ask for fewer answers, "
             "tokens or log-probabilities.",
         )

@@ -1,4 +1,4 @@
-"""What ends an answer: stop strings, also those that are names of control tokens, stop tokens, and a time limit."""
+"""What ends an answer: stop strings, stop tokens, and a time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from fake_engine import FakeVocabulary
-from specserve.api.resolve import _named_tokens
 from specserve.core.generation import Generation, TextParams
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
@@ -45,7 +44,6 @@ def written(
     stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
 ) -> tuple[Generation, list[str]]:
     """A generation that has been given these tokens, some in each round, and the texts it released."""
-    more["stop_tokens"] = more.get("stop_tokens", frozenset()) | _named_tokens(stops, VOCABULARY)
     clock = {"clock": more.pop("clock")} if "clock" in more else {}
     sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
     generation = Generation(
@@ -64,21 +62,17 @@ def written(
     return generation, texts
 
 
-# By stop strings and output: its text, the stop string of text that ended it, and the tokens of the answer.
+# By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
 STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
     (["two", "never"], "one two three", "one ", "two", 7),
     (["wo", "two"], "one two three", "one ", "two", 7),
     (["tw", "thr"], "one t", "one t", "", None),
-    (["abab", "b"], "abab", "a", "b", 2),
     (["aab"], "aaab", "a", "aab", 4),
-    # A control token ends the answer as EOS does, and one that no stop string names has no text.
-    (["<|a|>"], "one<|a|>two", "one", "", 3),
-    (["<|a|>"], "<|a|>", "", "", 0),
-    (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", "", 3),
-    (["<|a|>"], "one<|bb|>two", "onetwo", "", None),
-    (["END"], "oneEN<|a|>D", "one", "END", 7),
-    # A name beside other text is that text, which no control token has.
-    (["e<|a|>"], "one<|a|>two", "onetwo", "", None),
+    # A control token is no text.
+    (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
+    # Of several the first to end, and of these the longest.
+    (["two", "ne"], "one two", "o", "ne", 3),
+    (["e", "ne"], "one two", "o", "ne", 3),
 ]
 
 
@@ -88,22 +82,18 @@ def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
             tokens = spelled(output)
             generation, texts = written(stops, tokens, rounds=rounds)
             assert ("".join(texts), generation.stop) == (text, stop), (stops, output, rounds)
-            assert generation.finish_reason == ("length" if length is None else "stop"), (stops, output)
+            assert generation.finish_reason == ("length" if length is None else "stop")
             assert generation.answer == tokens[:length]
 
 
-def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_text() -> None:
-    generation, texts = written(["<|a|>"], VOCABULARY.encode("one<|a|>two"))
-    assert ("".join(texts), generation.finish_reason) == ("one", "stop")
-
-
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
-    assert written(["nde"], spelled("on<|bb|>d"))[1] == ["o", "", "", "nd"]
+    assert written(["nde"], spelled("ondd"))[1] == ["o", "", "", "ndd"]
+    assert written(["nd<"], spelled("ond<|a|>"))[1] == ["o", "", "", "nd"]
 
 
 def test_a_stop_token_has_no_log_probability_in_the_answer() -> None:
-    """Like the token of a stop string of text; a control token that does not stop has."""
-    generation, _ = written(["<|a|>"], spelled("o<|bb|>n<|a|>"), rounds=100)
+    """As a stop string of text; a control token that does not stop has."""
+    generation, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=frozenset(spelled("<|a|>")))
     assert [score.token for score, _ in generation.take_tokens()] == spelled("o<|bb|>n")
 
 
@@ -116,7 +106,6 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
         ("bca", "abcab", 3, "abc"),
         ("bca", "abcab", 2, "ab"),
         ("é", "aéé", 3, "aé"),
-        ("<|a|>", "x<|a|>y<|a|>z", 2, "xy"),
     ):
         for rounds in ROUNDS:
             generation, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
@@ -125,16 +114,17 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
 
 
 def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() -> None:
-    [token] = spelled("b")
+    [token], [control] = spelled("b"), spelled("<|a|>")
     for rounds in ROUNDS:
-        for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab"), (["<|a|>"], "a<|a|>c", "a")):
+        for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab")):
             generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
         for included, text in ((False, "a"), (True, "ab")):
-            ends: Any = {"stop_tokens": frozenset([token]), "includes_stop": included}
+            ends: Any = {"stop_tokens": frozenset([token, control]), "includes_stop": included}
             generation, texts = written([], spelled("abc"), rounds=rounds, **ends)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
             assert generation.ended_by_eos is not included
+            assert "".join(written([], spelled("a<|a|>bc"), rounds=rounds, **ends)[1]) == "a"
 
 
 def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:

@@ -15,6 +15,7 @@ import logging
 import math
 from collections import abc
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
 
 import numpy as np
@@ -65,43 +66,28 @@ def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max
     return max(min(_MIN_CHUNK, max_rows), int(fitting[-1]) + 1 if fitting.size else 0)
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Runs rounds over all running sequences; has no threads of its own.
+    """Runs rounds over all running sequences; has no threads of its own."""
 
-    Args:
-        target: the target's KV cache.
-        drafters: all drafters, with their controller. It knows what forward passes cost.
-        prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
-        max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
-            requests are running.
-        begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
-        store: keeps the target's prefixes when they leave its cache; None for none.
-    """
+    target: KVCache
+    drafters: Drafters
+    _: KW_ONLY
+    prefill_rows: int  # of prompts in a round; the engine has room for these and `max_logits` rows in a pass
+    # That each of these may add to a round: prefill, grammar masks, and drafts if several requests are running.
+    max_wait_seconds: float = math.inf
+    # Told the seconds that the grammar masks of a round may take; the rest has to wait.
+    begin_masks: Callable[[float], None] = lambda _: None
+    clock: Callable[[], float] = perf_counter
+    observers: InitVar[abc.Sequence[Observer]] = ()
+    store: InitVar[PrefixStore | None] = None  # keeps the target's prefixes when they leave its cache
 
-    def __init__(
-        self,
-        target: KVCache,
-        drafters: Drafters,
-        *,
-        prefill_rows: int,
-        max_wait_seconds: float = math.inf,
-        begin_masks: Callable[[float], None] = lambda _: None,
-        clock: Callable[[], float] = perf_counter,
-        observers: abc.Sequence[Observer] = (),
-        store: PrefixStore | None = None,
-    ) -> None:
-        self._target = target
-        self._drafters = drafters
-        self._controller = drafters.controller
-        self._prefill_rows = prefill_rows
-        self.max_wait_seconds = max_wait_seconds
-        self._begin_masks = begin_masks
-        self._clock = clock
+    def __post_init__(self, observers: abc.Sequence[Observer], store: PrefixStore | None) -> None:
         self._recorder = Recorder(observers)
-        self._cache = PrefixCache(target, drafters, store)
+        self._cache = PrefixCache(self.target, self.drafters, store)
         # In the order of admission: the oldest first.
         self._running: list[Generation] = []
-        self._waiting = Waiting(self._running, target, self._cache, self._recorder, clock)
+        self._waiting = Waiting(self._running, self.target, self._cache, self._recorder, self.clock)
 
     @property
     def busy(self) -> bool:
@@ -123,13 +109,13 @@ class Scheduler:
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
-        generation.timestamps.arrival = self._clock() - waited
+        generation.timestamps.arrival = self.clock() - waited
         self._waiting.add(generation)
 
     def cancel(self, generation: Generation) -> None:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
         if self._waiting.discard(generation):
-            self._recorder.record_end(generation.end_record(self._clock()))
+            self._recorder.record_end(generation.end_record(self.clock()))
         elif generation in self._running:
             self._end([generation])
 
@@ -145,11 +131,11 @@ class Scheduler:
         steps = self._schedule()
         if not steps:
             return
-        started = self._clock()
+        started = self.clock()
         # Grammar masks may delay other sequences as long as prefill may.
-        self._begin_masks(self.max_wait_seconds)
+        self.begin_masks(self.max_wait_seconds)
         try:
-            run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
+            run_round(self.target, self.drafters, steps, self.clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
             self._fail({step.sequence: error for step in steps})
         else:
@@ -157,9 +143,9 @@ class Scheduler:
 
     def check_caches(self) -> None:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
-        self._target.check()
-        if self._drafters.model:
-            self._drafters.model.cache.check()
+        self.target.check()
+        if self.drafters.model:
+            self.drafters.model.cache.check()
 
     def store_prefixes(self) -> bool:
         """Copy some of what ended sequences have left in the target's cache to the store; returns if there is more."""
@@ -194,13 +180,13 @@ class Scheduler:
         """A step for each sequence that decodes, with the most drafts that it may have."""
         # No other request is in a slot if all are of one; queued ones mostly wait for an answer to end.
         is_shared = len({generation.info.request for generation in self._running}) > 1
-        max_drafts = self._controller.max_drafts(
+        max_drafts = self.drafters.controller.max_drafts(
             decoding,
             # Every running sequence may need the logits of one row beside those of its drafts.
-            max_rows=min(self._target.engine.max_logits, self._cache.room) - len(self._running),
+            max_rows=min(self.target.engine.max_logits, self._cache.room) - len(self._running),
             max_wait_seconds=self.max_wait_seconds if is_shared else math.inf,
             kv_len=self._kv_len(),
-            draft_kv_len=self._drafters.draft_kv_len(decoding),
+            draft_kv_len=self.drafters.draft_kv_len(decoding),
         )
         return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
 
@@ -209,12 +195,12 @@ class Scheduler:
         prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
         decoding = {step.sequence.slot for step in decode_steps}
         draft_rows = sum(step.max_drafts for step in decode_steps)
-        logits_left = self._target.engine.max_logits - len(decode_steps) - draft_rows
+        logits_left = self.target.engine.max_logits - len(decode_steps) - draft_rows
         rows_left = prefill_chunk(
-            self._controller.target_cost,
-            self._target.kv_len({generation.slot for generation in self._running} - decoding),
+            self.drafters.controller.target_cost,
+            self.target.kv_len({generation.slot for generation in self._running} - decoding),
             rows=len(decode_steps),
-            max_rows=min(self._prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
+            max_rows=min(self.prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
             max_wait_seconds=self.max_wait_seconds if decode_steps else math.inf,
         )
         reserved = (rows_left + 1) // 2
@@ -236,15 +222,15 @@ class Scheduler:
 
     def _rows_beside_first_token(self, rows: int, most: int) -> int:
         """How many rows others may add to the pass that gives a prompt its first token."""
-        seconds = self._controller.target_cost.curve(rows + most, self._kv_len())
+        seconds = self.drafters.controller.target_cost.curve(rows + most, self._kv_len())
         return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
 
     def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
-        cached = self._target.end(generation.slot)
+        cached = self.target.end(generation.slot)
         return Step(generation, cached, rows, max_drafts, running=len(self._running))
 
     def _kv_len(self) -> int:
-        return self._target.kv_len([generation.slot for generation in self._running])
+        return self.target.kv_len([generation.slot for generation in self._running])
 
     def _postprocess(self, steps: list[Step], started: float) -> None:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
@@ -256,7 +242,7 @@ class Scheduler:
                 generation.read_new_tokens()
                 if generation.max_tokens == 0 and not self._cache.pending(generation):
                     generation.end("length")
-        self._recorder.record_round(steps, started, self._clock())
+        self._recorder.record_round(steps, started, self.clock())
         self._fail(errors)
         self._end([generation for generation in self._running if generation.done])
         self._cache.store()
@@ -276,4 +262,4 @@ class Scheduler:
             self._running.remove(generation)
             self._cache.release(generation)
             self._waiting.slot_is_free()
-            self._recorder.record_end(generation.end_record(self._clock()))
+            self._recorder.record_end(generation.end_record(self.clock()))

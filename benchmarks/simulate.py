@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import print_result, print_table
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SpeculationParams

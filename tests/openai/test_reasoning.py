@@ -133,7 +133,7 @@ SWITCHES: list[Any] = [
     {"reasoning_effort": "none"},
     {"response_format": {"type": "json_object"}},
     {"grammar": 'root ::= "a"'},
-    {"guided_regex": "a"},
+    {"structured_outputs": {"regex": "a"}},
 ]
 
 

@@ -63,10 +63,11 @@ class ChoicesResponse(GenerationResponse, ABC):
     # Whether the first event of a choice is sent even without text.
     begins_with_role: ClassVar[bool] = False
 
-    def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
-        super().__init__(form, candidates, **options)
-        # A stream returns all candidates.
-        self._choices = self._chosen(form.request.candidates)
+    def __init__(self, form: ResponseForm, generations: list[list[Generation]], **options: Any) -> None:
+        super().__init__(form, generations, **options)
+        answers = zip(form.prompts, generations, strict=True)
+        choices = ((generation, prompt, group[0]) for prompt, group in answers for generation in group)
+        self._choices = [_Choice(index, *choice) for index, choice in enumerate(choices)]
 
     @abstractmethod
     def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
@@ -81,14 +82,6 @@ class ChoicesResponse(GenerationResponse, ABC):
     def _logprobs(self, positions: list[Position]) -> Json:
         """Return the log-probabilities of these tokens."""
 
-    def _chosen(self, count: int) -> list[_Choice]:
-        """Return the `count` best candidates of each prompt by mean log-probability; all of them stay in order."""
-        chosen = []
-        for prompt, group in zip(self._form.prompts, self._candidates, strict=True):
-            best = group if count == len(group) else sorted(group, key=lambda each: -each.mean_logprob)[:count]
-            chosen += [(generation, prompt, group[0]) for generation in best]
-        return [_Choice(index, *choice) for index, choice in enumerate(chosen)]
-
     def _object(self, choices: list[Json]) -> Json:
         return {
             "id": f"{self.prefix}-{self._request_id}",
@@ -99,7 +92,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         }
 
     def _whole(self) -> Json:
-        choices = [new for choice in self._chosen(self._form.request.answers) if (new := self._new(choice))]
+        choices = [new for choice in self._choices if (new := self._new(choice))]
         return self._object(choices) | self._totals()
 
     def next_events(self) -> str:
@@ -130,7 +123,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         """Return the news of a choice, at first with an echoed prompt; None if a stream has nothing to send."""
         request, generation, first = self._form.request, choice.generation, not choice.begun
         choice.begun = True
-        echo = choice.prompt if request.echoes else None
+        echo = choice.prompt if request.echo else None
         parts = self._parts(generation)
         positions: list[Position] | None = None
         if request.scores is not None:
@@ -140,7 +133,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         if echo and first and echo.text:
             parts = [Text(echo.text), *parts]
             choice.sources.append((echo.text, "prompt"))
-        choice.sources += generation.by_source() if request.speculation_options.sources else []
+        choice.sources += generation.by_source() if request.speculation.sources else []
         if self.streams and not (parts or positions or (first and self.begins_with_role)):
             return None
         return self._written(choice, parts, positions, first=first)
@@ -156,7 +149,7 @@ class ChoicesResponse(GenerationResponse, ABC):
             "logprobs": None if positions is None else self._logprobs(self._counted(positions)),
             "finish_reason": self._finish_reason(choice.generation) if ends else None,
         }
-        if self._form.request.speculation_options.sources:
+        if self._form.request.speculation.sources:
             written["sources"], choice.sources = choice.sources, []
         return written
 

@@ -49,7 +49,6 @@ class InfillRequest(GenerationRequest):
     input_extra: Items[File] | None = None
     prompt: Text = ""
     n: Literal[1] | None = None
-    truncate_prompt_tokens: None = None
     n_indent: int | None = None
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 

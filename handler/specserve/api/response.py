@@ -97,7 +97,7 @@ class GenerationResponse(Response):
 
     Args:
         form: what it consists of.
-        candidates: by prompt, the generations of which the best are returned.
+        generations: of the answers, by prompt.
         vocabulary: the target's.
         request_id: TorchServe's.
         model: the id that the request has named.
@@ -106,17 +106,17 @@ class GenerationResponse(Response):
     def __init__(
         self,
         form: ResponseForm,
-        candidates: list[list[Generation]],
+        generations: list[list[Generation]],
         *,
         vocabulary: Vocabulary,
         request_id: str,
         model: str,
     ) -> None:
-        super().__init__(generations=[generation for group in candidates for generation in group])
+        super().__init__(generations=[generation for group in generations for generation in group])
         self.streams = bool(form.request.stream)
         self.ignored = form.relaxed
         self._form = form
-        self._candidates = candidates
+        self._by_prompt = generations
         self._vocabulary = vocabulary
         self._request_id = request_id
         self._model = model
@@ -146,8 +146,8 @@ class GenerationResponse(Response):
         return positions
 
     def _usage(self, stats: SequenceStats) -> Json:
-        """Count the tokens of all candidates so far; every prompt counts once."""
-        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        """Count the tokens of all answers so far; every prompt counts once."""
+        prompt_tokens = sum(group[0].prompt_length for group in self._by_prompt)
         completion_tokens = sum(generation.generated for generation in self.generations)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
@@ -160,12 +160,12 @@ class GenerationResponse(Response):
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._candidates)},
+            "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._by_prompt)},
             "completion_tokens_details": details,
         }
 
     def _totals(self) -> Json:
-        """Return `usage` and `speculation`, over all candidates."""
+        """Return `usage` and `speculation`, over all answers."""
         stats = self._stats()
         return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.generations[0].speculation)}
 

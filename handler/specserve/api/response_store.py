@@ -26,7 +26,6 @@ class ResponseStore:
         """Keep the messages of a response to a client, and those before it."""
         with self._lock:
             self._messages.put(client, response_id, messages)
-            self._messages.shrink(client)
 
     def messages(self, client: str, response_id: str | None) -> list[dict[str, Any]]:
         """Return the messages of a response to this client, none without an id.

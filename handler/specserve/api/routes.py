@@ -216,8 +216,8 @@ class Routes:
     ) -> Response:
         """Return the response to a valid request, with its generations."""
         model = self._known_model(request.model)
-        form, candidates = self._resolved(request, prompts, incoming)
-        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
+        form, generations = self._resolved(request, prompts, incoming)
+        return kind(form, generations, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
 
     def _resolved(
         self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming

@@ -29,10 +29,9 @@ from specserve.api.parser import LONG_BODY, Parser
 from specserve.api.response import Response
 from specserve.api.routes import Routes
 from specserve.config import HandlerConfig, parse_handler
-from specserve.core.budget import max_wait
 from specserve.core.engine_loop import EngineLoop, engine_thread
 from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_store
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.errors import Contained, LoggedOnce, RequestError, SpecserveError
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import (

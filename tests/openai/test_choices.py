@@ -48,28 +48,6 @@ def test_several_prompts_are_answered_in_order_and_as_if_each_were_alone(front_e
     assert texts(answer_to(front_end, {**BODY, "prompt": [[97, 98, 99]], "n": 2, "echo": True})) == texts(answer)[:2]
 
 
-def test_best_of_gives_the_candidates_with_the_highest_mean_logprob(front_end: FrontEnd) -> None:
-    every = answer_to(front_end, {**BODY, "n": 5, "logprobs": 0})
-    means = {}
-    for choice in every["choices"]:
-        scores = choice["logprobs"]["token_logprobs"]
-        means[choice["text"]] = sum(scores) / len(scores)
-    best = answer_to(front_end, {**BODY, "best_of": 5, "n": 2})
-    assert texts(best) == sorted(means, key=lambda text: -means[text])[:2]
-    assert best["choices"][0]["logprobs"] is None
-    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
-
-
-def test_an_empty_candidate_is_scored_by_its_eos_token(front_end: FrontEnd) -> None:
-    """Token 199 is EOS: with this bias some of the candidates are empty."""
-    likely_end = {**BODY, "logit_bias": {"199": 6}, "logprobs": 0}
-    every = answer_to(front_end, {**likely_end, "n": 8, "best_of": 8})
-    assert "" in texts(every)
-    assert any(texts(every))
-    best = answer_to(front_end, {**likely_end, "n": 1, "best_of": 8})
-    assert texts(best) != [""]
-
-
 def test_text_offsets_point_at_the_tokens_of_prompt_and_output(front_end: FrontEnd) -> None:
     choice = answer_to(front_end, {**BODY, "echo": True, "logprobs": 2})["choices"][0]
     logprobs, text = choice["logprobs"], choice["text"]

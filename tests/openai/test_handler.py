@@ -471,7 +471,7 @@ FAILURES: list[tuple[Any, str]] = [
     (routes, "parse_body"),
     (Scheduler, "submit"),
     (Scheduler, "cancel"),
-    (ChoicesResponse, "_new"),
+    (ChoicesResponse, "_news"),
     (GenerationResponse, "_totals"),
     (FakeContext, "get_all_request_header"),
     (FakeContext, "set_response_content_type"),

@@ -221,7 +221,6 @@ def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd) -> None:
         ({"mirostat": 1}, "mirostat"),
         ({"n_probs": 3}, "n_probs"),
         ({"n": 2}, "n"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ]
     requests = [front_end.post({**VIM, **fields}, "infill") for fields, _ in cases]
     front_end.run()

@@ -41,8 +41,6 @@ class AnthropicBody(Body):
 
 
 class ContentBlock(AnthropicBody, Part):
-    """A block of a content: text, thinking, a tool call, or its result."""
-
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text = ""
     thinking: Text = ""
@@ -73,8 +71,6 @@ def _text(content: Content) -> str:
 
 
 class MessagesMessage(AnthropicBody):
-    """A message."""
-
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -117,8 +113,6 @@ class MessagesTool(AnthropicBody):
 
 
 class MessagesToolChoice(AnthropicBody):
-    """Whether a tool has to be used, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -195,13 +189,10 @@ class MessagesRequest(CountRequest):
 
 
 class MessagesResponse(BlocksResponse):
-    """Writes the response of v1/messages."""
-
     keep_alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     @staticmethod
     def error_body(error: RequestError) -> Json:
-        """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
         message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
         if isinstance(error, PromptTooLong):
             # Clients know by these words that they have to shorten the conversation, and by the numbers how much.
@@ -211,9 +202,8 @@ class MessagesResponse(BlocksResponse):
         return {"type": "error", "error": body | details}
 
     def _complete(self) -> Event:
-        [generation] = self.generations
-        reason = self._finish_reason(generation) or "stop"
-        stop = generation.stop if reason == "stop" else ""
+        reason = self._finish_reason(self._generation) or "stop"
+        stop = self._generation.stop if reason == "stop" else ""
         return self._message() | {
             "content": [self._content(block) for block in self._blocks],
             "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
@@ -223,7 +213,7 @@ class MessagesResponse(BlocksResponse):
 
     def _message(self) -> Json:
         """Return the message as far as it is known before its content."""
-        [generation] = self.generations
+        generation = self._generation
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -261,10 +251,9 @@ class MessagesResponse(BlocksResponse):
         else:
             yield {"type": "content_block_stop", "index": block.index}
 
-    def _end(self) -> Iterator[Event]:
-        message = self._complete()
-        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": delta} | {name: message[name] for name in ("usage", "speculation")}
+    def _end(self, response: Event) -> Iterator[Event]:
+        delta = {name: response[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": delta} | {name: response[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}
 
     def _failure(self, error: RequestError) -> Event:

@@ -22,11 +22,11 @@ _ENTRY_BYTES, _NAME_BYTES = 90, 12
 
 
 class Position(NamedTuple):
-    """A token of a choice, its score, which only the first of a prompt lacks, and its offset in characters."""
+    """A token of a choice."""
 
     token: int
-    score: TokenScore | None
-    offset: int
+    score: TokenScore | None  # which only the first token of a prompt lacks
+    offset: int  # in the choice's text, in characters
 
 
 def most_bytes(positions: Sequence[Position], vocabulary: Vocabulary) -> int:
@@ -50,7 +50,6 @@ def check_size(n_bytes: int) -> None:
 
 
 def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
-    """Return the positions of an output that begins at the offset `shift`."""
     return [Position(score.token, score, shift + offset) for score, offset in tokens]
 
 
@@ -74,10 +73,8 @@ def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *
 def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the form of v1/chat/completions, with all alternatives that were kept."""
     content = [
-        {
-            **_entry(score.token, score.logprob, vocabulary),
-            "top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top],
-        }
+        _entry(score.token, score.logprob, vocabulary)
+        | {"top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top]}
         for _, score, _ in positions
         if score is not None
     ]
@@ -93,7 +90,6 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
 
 
 def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
     return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from specserve.api.answer import AnswerReader
 from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong
-from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
+from specserve.api.request_schema import ChatRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
 from specserve.core.detokenizer import named_control_tokens
 from specserve.core.generation import Generation, TextParams
@@ -37,7 +37,7 @@ class ResponseForm:
         relaxed: keywords of tools' schemas that calls may break.
     """
 
-    request: CompletionRequest | ChatRequest
+    request: GenerationRequest
     prompts: list[Prompt]
     call_forms: tuple[CallForm, ...] = ()
     thinking: ThinkingTags | None = None
@@ -55,7 +55,7 @@ class ResponseForm:
 
 
 def resolve(
-    request: CompletionRequest | ChatRequest,
+    request: GenerationRequest,
     prompts: list[Prompt],
     vocabulary: Vocabulary,
     grammars: GrammarCompiler,
@@ -170,7 +170,7 @@ def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: Hand
 
 
 def _constraint(
-    request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax, form: ResponseForm
+    request: GenerationRequest, grammars: GrammarCompiler, syntax: CallSyntax, form: ResponseForm
 ) -> Constraint | CallConstraint | None:
     """Compile the grammar that the output follows, if there is one."""
     if isinstance(request, ChatRequest) and syntax.forms:

@@ -31,8 +31,6 @@ Texts = Text | Items[TextItem]
 
 
 class ShellOutput(Body):
-    """What a command has written."""
-
     stdout: Text
     stderr: Text
     outcome: dict[str, Any] | None = None
@@ -109,11 +107,11 @@ def _text(content: str | Iterable[TextItem | ShellOutput] | None) -> str:
 
 
 class Offered(NamedTuple):
-    """A function that the model is offered for a tool: the item of its calls, and the names that these have there."""
+    """A function that the model is offered for a tool."""
 
-    item: str
-    name: str | None
-    namespace: str | None
+    item: str  # the type of its calls
+    name: str | None  # in these
+    namespace: str | None  # in these
     function: Json
 
 
@@ -131,7 +129,6 @@ class ResponsesTool(Body):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether it runs in OpenAI's servers."""
         return is_hosted(self.type) or (self.environment or {}).get("type", "local") != "local"
 
     def offered(self, namespace: str | None = None) -> Iterator[Offered]:

@@ -12,10 +12,7 @@ from specserve.shares import Shares
 class ResponseStore:
     """Keeps the messages of the last responses, the answers included, for requests that continue one of them.
 
-    The parser's threads read while TorchServe's writes.
-
-    Args:
-        size: how many responses, maybe none; clients share them (shares.py).
+    The parser's threads read while TorchServe's writes. Clients share the `size` (shares.py), which may be 0.
     """
 
     def __init__(self, size: int) -> None:

@@ -20,21 +20,19 @@ from specserve.api.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.api.openapi import openapi
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Prompt, Tokenizer
-from specserve.api.request_schema import ChatRequest, CompletionRequest
-from specserve.api.resolve import ResponseForm, resolve
+from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.api.resolve import resolve
 from specserve.api.response import GenerationResponse, Json, Response
 from specserve.api.response_store import ResponseStore
 from specserve.api.responses import ResponsesRequest, ResponsesResponse
 from specserve.config import HandlerConfig, ModelConfig
-from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
-from specserve.engine.invariance import REPEATS
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import Contained, RequestError
+from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
-from specserve.speculation.costs import PassCosts
+from specserve.speculation.costs import CostTable
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class Routes:
     Args:
         config: of the server.
         models: as loaded.
-        scheduler: asked by routes that generate nothing; they must not run during an engine step.
+        scheduler: asked by routes that generate nothing; they must not run during a round.
         holdback: draws the control group.
         name: of the model in TorchServe, which is one of its ids.
     """
@@ -96,13 +94,11 @@ class Routes:
         return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
 
     def respond(self, incoming: Incoming) -> Response:
-        """Return the response to a request; any failure becomes an error response."""
-        errors: list[RequestError] = []
-        with Contained(incoming.request_id, errors.append):
-            return self._respond(incoming)
-        return self.refusal(incoming.route, *errors)
+        """Return the response to a request.
 
-    def _respond(self, incoming: Incoming) -> Response:
+        Raises:
+            RequestError: it is refused.
+        """
         route = incoming.route
         if route in self._generating:
             if incoming.body is None:
@@ -136,11 +132,9 @@ class Routes:
             "models": {
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": REPEATS}
-            if models.invariance is None
-            else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
+            "batch_invariance": {"sentence": models.repeats},
             "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
-            "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
+            "costs": {role: _near(cost.table) for role, cost in costs.items() if cost is not None},
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
@@ -199,38 +193,28 @@ class Routes:
         self._known_model(chat.model)
         return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
 
+    def _infill(self, request: InfillRequest, incoming: Incoming) -> Response:
+        prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
+        return self._generate(partial(InfillResponse, request), request, [prompt], incoming)
+
     def _chat_prompt(self, request: ChatRequest) -> Prompt:
         if self._template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
         return self._tokenizer.chat(request, self._template.prompt)
 
-    def _infill(self, request: InfillRequest, incoming: Incoming) -> Response:
-        prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
-        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], incoming)
-        generation.warm_cache()
-        return InfillResponse(request, generation, model=self._known_model(request.model))
-
     def _generate(
         self,
         kind: Callable[..., GenerationResponse],
-        request: CompletionRequest | ChatRequest,
+        request: GenerationRequest,
         prompts: list[Prompt],
         incoming: Incoming,
     ) -> Response:
-        """Return the response to a valid request, with its generations."""
-        model = self._known_model(request.model)
-        form, candidates = self._resolved(request, prompts, incoming)
-        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
-
-    def _resolved(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming
-    ) -> tuple[ResponseForm, list[list[Generation]]]:
-        """Resolve a valid request; it may be drawn for the control group."""
-        template = self._template
-        return resolve(
+        """Return the response to a valid request, with its generations; it may be drawn for the control group."""
+        model, template, vocabulary = self._known_model(request.model), self._template, self._models.vocabulary
+        form, groups = resolve(
             request,
             prompts,
-            self._models.vocabulary,
+            vocabulary,
             self._models.grammars,
             self._config,
             calls=template.calls if template else None,
@@ -239,6 +223,8 @@ class Routes:
             client=incoming.client,
             held_back=self._holdback.draw(),
         )
+        generations = [generation for group in groups for generation in group]
+        return kind(form, generations, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
 
     def _known_model(self, model: str | None) -> str:
         """Return the model id that a request names, or the default.
@@ -246,16 +232,10 @@ class Routes:
         Raises:
             RequestError: 404; there is no such model.
         """
-        if model is None:
-            return self._model_ids[0]
-        if model not in self._model_ids:
-            raise RequestError(
-                f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}.",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return model
+        if model in (None, *self._model_ids):
+            return model or self._model_ids[0]
+        sentence = f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}."
+        raise RequestError(sentence, status=404, param="model", code="model_not_found")
 
 
 def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
@@ -269,12 +249,9 @@ def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | 
     }
 
 
-def _table(cost: PassCosts) -> dict[str, list[int] | list[float]]:
-    near, *_, far = cost.table.seconds
+def _near(costs: CostTable) -> dict[str, list[int] | list[float]]:
+    """Return the costs of passes after short texts."""
     return {
-        "rows": list(cost.table.rows),
-        "kv_len": list(cost.table.kv_len),
-        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in near],
-        "milliseconds_far": [round(1000 * seconds, _DIGITS) for seconds in far],
-        "milliseconds_now": [round(1000 * cost.seconds(rows, 0), _DIGITS) for rows in cost.table.rows],
+        "rows": list(costs.rows),
+        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in costs.seconds[0]],
     }

@@ -66,6 +66,7 @@ class Models:
     config: HandlerConfig
     draft: LlamaModel | None = None
     invariance: Invariance | None = None
+    repeats: str = REPEATS  # when greedy and seeded outputs repeat
 
 
 def load_models(config: HandlerConfig) -> Models:

@@ -25,7 +25,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from specserve.api.parser import LONG_BODY, Parser
+from specserve.api.parser import Parser
 from specserve.api.response import Response
 from specserve.api.routes import Routes
 from specserve.config import HandlerConfig, parse_handler
@@ -165,31 +165,30 @@ class Handler:
         for index, request_id in context.request_ids.items():
             if request_id in self._responses or request_id in self._parser:
                 continue
-            with Contained(request_id, partial(self._refuse, request_id)):
+            with Contained(request_id, partial(self._refuse, request_id, "")):
                 incoming = receive(context, index, data[index])
                 if came_by_grpc(incoming):
-                    self._refuse(request_id, NO_GRPC)
+                    self._refuse(request_id, "", NO_GRPC)
                     # It has none; only a last chunk ends unary and streaming calls alike.
                     self._responses[request_id].status_sent = True
                 else:
                     self._parser.begin(incoming, called)
 
-    def _refuse(self, request_id: str, error: RequestError) -> None:
-        self._responses[request_id] = Response.refusal(error)
+    def _refuse(self, request_id: str, route: str, error: RequestError) -> None:
+        self._responses[request_id] = self._routes.refusal(route, error)
 
     def _submit_parsed(self) -> None:
         """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
-        parsed = self._parser.take(idle=not self._scheduler.busy)
-        for request_id, (_, arrival, size, future) in parsed.items():
-            with Contained(request_id, partial(self._refuse, request_id)):
-                self._responses[request_id] = future.result()
+        for request_id, parsing in self._parser.take(idle=not self._scheduler.busy).items():
+            with Contained(request_id, partial(self._refuse, request_id, parsing.incoming.route)):
+                self._responses[request_id] = parsing.response.result()
             response = self._responses[request_id]
             seconds = _STREAM_STATUS_SECONDS if response.streams else _STATUS_SECONDS
-            response.silent_until = arrival + (seconds if size <= LONG_BODY else 0.0)
+            response.silent_until = parsing.arrival + (0.0 if parsing.is_long else seconds)
             with Contained(request_id, response.fail):
                 for generation in response.generations:
                     if not generation.done:
-                        self._scheduler.submit(generation, time.monotonic() - arrival)
+                        self._scheduler.submit(generation, time.monotonic() - parsing.arrival)
 
     def _cancel(self, request_id: str, response: Response) -> None:
         for generation in response.generations:

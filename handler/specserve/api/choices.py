@@ -12,7 +12,9 @@ from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.logprobs import (
     Position,
     chat_logprobs,
+    check_size,
     completion_logprobs,
+    most_bytes,
     output_positions,
     prompt_positions,
 )
@@ -54,6 +56,7 @@ class ChoicesResponse(GenerationResponse, ABC):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._scored_bytes = 0  # at most, of the log-probabilities
         answers = self._form.request.answers
         self._choices = [
             _Choice(generation, self._form.prompts[index // answers], self.generations[index - generation.choice])
@@ -122,12 +125,18 @@ class ChoicesResponse(GenerationResponse, ABC):
     def _written(
         self, choice: _Choice, parts: list[Part] | None, positions: list[Position] | None, *, first: bool
     ) -> Json:
-        """Return a choice of the response or of an event; `parts` is None at the end of a stream."""
+        """Return a choice of the response or of an event; `parts` is None at the end of a stream.
+
+        Raises:
+            RequestError: 400; the log-probabilities become too large.
+        """
         ends = parts is None or not self.streams
+        self._scored_bytes += most_bytes(positions or [], self._vocabulary)
+        check_size(self._scored_bytes)
         written = {
             "index": choice.generation.index,
             **self._content(parts, first=first),
-            "logprobs": None if positions is None else self._logprobs(self._counted(positions)),
+            "logprobs": None if positions is None else self._logprobs(positions),
             "finish_reason": self._finish_reason(choice.generation) if ends else None,
         }
         if self._form.request.speculation_options.sources:

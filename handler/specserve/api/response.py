@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from specserve.api.answer import Part
-from specserve.api.logprobs import Position, check_size, most_bytes
+from specserve.api.logprobs import check_size
 from specserve.api.resolve import ResponseForm
 from specserve.api.speculation import speculation_of
 from specserve.core.generation import Generation
@@ -109,7 +109,6 @@ class GenerationResponse(Response):
         self._model = model
         self._created = int(time.time())
         self._readers = {generation: form.reader() for generation in generations}
-        self._scored_bytes = 0  # at most, of its log-probabilities
 
     def _parts(self, generation: Generation) -> list[Part]:
         """Read the parts of an answer since the last call."""
@@ -120,16 +119,6 @@ class GenerationResponse(Response):
         reader = self._readers[generation]
         has_calls = reader.calls > 0 and not reader.is_within_call
         return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
-
-    def _counted(self, positions: list[Position]) -> list[Position]:
-        """Return positions whose log-probabilities are written.
-
-        Raises:
-            RequestError: 400; with them the response becomes too large.
-        """
-        self._scored_bytes += most_bytes(positions, self._vocabulary)
-        check_size(self._scored_bytes)
-        return positions
 
     def _usage(self, stats: SequenceStats) -> Json:
         """Count the tokens so far; every prompt counts once."""

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
 from specserve.api.body import Body, Items, Text
-from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.response_items import Item, Offered, ResponsesTool, ResponsesToolChoice, messages_of
@@ -67,7 +66,7 @@ class ResponsesRequest(GenerationRequest):
     text: TextForm | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Literal[0] | None = None
     include: Items[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -112,8 +111,9 @@ class ResponsesRequest(GenerationRequest):
             "response_format": written or self.response_format,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
-        if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):
-            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if "message.output_text.logprobs" in (self.include or []):
+            sentence = "Log-probabilities are returned by v1/completions and v1/chat/completions only."
+            raise RequestError(sentence, param="include", code="unsupported_value")
         return parse_body(chat, ChatRequest)
 
 
@@ -131,7 +131,6 @@ class ResponsesResponse(BlocksResponse):
         tools = [tool for tool in request.tools or [] if not tool.is_hosted]
         self._echoed["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         self._offered = {offered.function["name"]: offered for offered in request.offered()}
-        self._logprobs: dict[int, list[Json]] = {}
         self._sent = 0
 
     @staticmethod
@@ -148,8 +147,6 @@ class ResponsesResponse(BlocksResponse):
         totals = self._totals()
         usage = totals["usage"]
         output = [self._item(block, done=True) for block in self._blocks]
-        for index, scores in self._logprobs.items():
-            output[index]["content"][0]["logprobs"] = scores
         if self._keep is not None:
             self._keep(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
@@ -210,17 +207,7 @@ class ResponsesResponse(BlocksResponse):
         """Return the one part of reasoning or of a message."""
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def _new_logprobs(self, block: Block) -> list[Json]:
-        """Return the log-probabilities of the tokens since the last call, without those of the reasoning before."""
-        generation = self._generation
-        tokens = generation.take_tokens() if self._form.request.scores is not None else []
-        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].reasoned)
-        scores: list[Json] = chat_logprobs(self._counted(positions), self._vocabulary)["content"]
-        self._logprobs.setdefault(block.index, []).extend(scores)
-        return scores
 
     def _beginning(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):
@@ -242,7 +229,7 @@ class ResponsesResponse(BlocksResponse):
             else:
                 event["delta" if change == "delta" else field] = text
             if subject == "output_text":
-                event["logprobs"] = self._new_logprobs(block) if change == "delta" else []
+                event["logprobs"] = []
             yield event
 
     def _end(self, response: Event) -> Iterator[Event]:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from urllib.parse import quote
 
 import specserve
@@ -43,6 +42,18 @@ _IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
 
 
+# By route, its requests and responses; the bare URL of a model takes completions.
+_GENERATING: dict[str, tuple[type[GenerationRequest], type[GenerationResponse]]] = {
+    "": (CompletionRequest, CompletionResponse),
+    "v1/completions": (CompletionRequest, CompletionResponse),
+    "v1/chat/completions": (ChatRequest, ChatResponse),
+    "v1/responses": (ResponsesRequest, ResponsesResponse),
+    "v1/messages": (MessagesRequest, MessagesResponse),
+    "v1/messages/count_tokens": (CountRequest, MessagesResponse),
+    "infill": (InfillRequest, InfillResponse),
+}
+
+
 class Routes:
     """Maps requests to responses, which are complete or to be generated.
 
@@ -67,31 +78,22 @@ class Routes:
         self._warned_of: set[str] = set()
         self._template = chat_template_of(models.vocabulary)
         self._tokenizer = Tokenizer(models.vocabulary, config)
-        # The bare URL of a model takes completions.
-        self._generating: dict[str, tuple[type[Body], Callable[[Any, Incoming], Response]]] = {
-            "": (CompletionRequest, self._complete),
-            "v1/completions": (CompletionRequest, self._complete),
-            "v1/chat/completions": (ChatRequest, self._chat),
-            "v1/responses": (ResponsesRequest, self._create_response),
-            "v1/messages": (MessagesRequest, self._create_message),
-            "v1/messages/count_tokens": (CountRequest, self._count_tokens),
-            "infill": (InfillRequest, self._infill),
-        }
         self._describing: dict[str, Callable[[], Json]] = {
             "v1/models": lambda: {"object": "list", "data": [self._model(name) for name in self._model_ids]},
             "v1/speculation": self._speculation,
             "v1/openapi.json": openapi,
         }
 
-    def generates(self, route: str) -> bool:
+    @staticmethod
+    def generates(route: str) -> bool:
         """Whether a route tokenizes, and is parsed in a thread of its own."""
-        return route in self._generating
+        return route in _GENERATING
 
     @staticmethod
     def refusal(route: str, error: RequestError) -> Response:
         """Return the response to a refused request, in the protocol of its route."""
-        others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
-        return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
+        _, kind = _GENERATING.get(route, (None, Response))
+        return kind.refusal(error)
 
     def respond(self, incoming: Incoming) -> Response:
         """Return the response to a request.
@@ -100,20 +102,19 @@ class Routes:
             RequestError: it is refused.
         """
         route = incoming.route
-        if route in self._generating:
+        if route in _GENERATING:
             if incoming.body is None:
                 raise RequestError(
                     "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
-            kind, respond = self._generating[route]
-            request = parse_body(incoming.body, kind)
-            return self._named(request, respond(request, incoming))
+            request = parse_body(incoming.body, _GENERATING[route][0])
+            return self._named(request, self._generate(request, incoming))
         if route in self._describing:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
-        *most, last = filter(None, [*self._generating, *self._describing])
+        *most, last = filter(None, [*_GENERATING, *self._describing])
         message = f"There is no route '{route}': this server generates text only, and has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
 
@@ -170,51 +171,26 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _complete(self, request: CompletionRequest, incoming: Incoming) -> Response:
-        return self._generate(CompletionResponse, request, self._tokenizer.completion(request), incoming)
-
-    def _chat(self, request: ChatRequest, incoming: Incoming) -> Response:
-        return self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming)
-
-    def _create_response(self, request: ResponsesRequest, incoming: Incoming) -> Response:
-        messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
-        chat = request.chat(messages)
-        keeps = self._config.responses_store > 0 and request.store is not False
-        keep = partial(self._store.put, incoming.client) if keeps else None
-        kind = partial(ResponsesResponse, request, messages, keep)
-        return self._generate(kind, chat, [self._chat_prompt(chat)], incoming)
-
-    def _create_message(self, request: MessagesRequest, incoming: Incoming) -> Response:
-        chat = request.chat()
-        return self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming)
-
-    def _count_tokens(self, request: CountRequest, _incoming: Incoming) -> Response:
-        chat = request.chat()
-        self._known_model(chat.model)
-        return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
-
-    def _infill(self, request: InfillRequest, incoming: Incoming) -> Response:
-        prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
-        return self._generate(partial(InfillResponse, request), request, [prompt], incoming)
-
-    def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        if self._template is None:
-            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return self._tokenizer.chat(request, self._template.prompt)
-
-    def _generate(
-        self,
-        kind: Callable[..., GenerationResponse],
-        request: GenerationRequest,
-        prompts: list[Prompt],
-        incoming: Incoming,
-    ) -> Response:
+    def _generate(self, request: GenerationRequest, incoming: Incoming) -> Response:
         """Return the response to a valid request, with its generations; it may be drawn for the control group."""
-        model, template, vocabulary = self._known_model(request.model), self._template, self._models.vocabulary
+        model, template = self._known_model(request.model), self._template
+        kind: Callable[..., Response] = _GENERATING[incoming.route][1]
+        if isinstance(request, InfillRequest):
+            kind = partial(kind, request)
+        elif isinstance(request, ResponsesRequest):
+            messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
+            keeps = self._config.responses_store > 0 and request.store is not False
+            kind = partial(kind, request, messages, partial(self._store.put, incoming.client) if keeps else None)
+            request = request.chat(messages)
+        elif isinstance(request, CountRequest):
+            request = request.chat()
+        prompts = self._prompts(request)
+        if incoming.route == "v1/messages/count_tokens":
+            return Response({"input_tokens": len(prompts[0].tokens)})
         form, groups = resolve(
             request,
             prompts,
-            vocabulary,
+            self._models.vocabulary,
             self._models.grammars,
             self._config,
             calls=template.calls if template else None,
@@ -224,7 +200,17 @@ class Routes:
             held_back=self._holdback.draw(),
         )
         generations = [generation for group in groups for generation in group]
-        return kind(form, generations, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
+        options = {"vocabulary": self._models.vocabulary, "request_id": incoming.request_id, "model": model}
+        return kind(form, generations, **options)
+
+    def _prompts(self, request: GenerationRequest) -> list[Prompt]:
+        if isinstance(request, CompletionRequest):
+            return self._tokenizer.completion(request)
+        if isinstance(request, InfillRequest):
+            return [infill_prompt(request, self._tokenizer, self._models.vocabulary)]
+        if not isinstance(request, ChatRequest) or self._template is None:
+            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
+        return [self._tokenizer.chat(request, self._template.prompt)]
 
     def _known_model(self, model: str | None) -> str:
         """Return the model id that a request names, or the default.

@@ -108,17 +108,14 @@ def test_only_what_may_become_a_tag_or_white_space_at_an_end_is_held_back() -> N
     assert returned == [[], [], ["Hm"], ["."], ["\na"], [" <b"], [], [], [], ["Yes"], ["\n"]]
 
 
-TEMPLATES: list[Any] = [
-    (QWEN, TAGS),
-    (ALWAYS, TAGS),
-    (tiny_models.CHATML, None),
-    ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
-    ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
-]
-
-
 def test_the_tags_are_those_of_the_chat_template() -> None:
-    for template, tags in TEMPLATES:
+    for template, tags in (
+        (QWEN, TAGS),
+        (ALWAYS, TAGS),
+        (tiny_models.CHATML, None),
+        ("[THINK]{{ x }}[/THINK]", ThinkingTags("[THINK]", "[/THINK]")),
+        ("{{ '<|START_THINKING|><|END_THINKING|>' }}", ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>")),
+    ):
         assert thinking_tags(template) == tags
 
 
@@ -128,17 +125,15 @@ def prompt_of(template: str, **fields: Any) -> str:
     return ChatTemplate(template, bos="", eos="").prompt(request)
 
 
-SWITCHES: list[Any] = [
-    {"chat_template_kwargs": {"enable_thinking": False}},
-    {"reasoning_effort": "none"},
-    {"response_format": {"type": "json_object"}},
-    {"grammar": 'root ::= "a"'},
-    {"guided_regex": "a"},
-]
-
-
 def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token() -> None:
-    for fields in SWITCHES:
+    switches: list[dict[str, Any]] = [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+        {"response_format": {"type": "json_object"}},
+        {"grammar": 'root ::= "a"'},
+        {"structured_outputs": {"regex": "a"}},
+    ]
+    for fields in switches:
         assert prompt_of(QWEN, **fields) == prompt_of(QWEN) + "<think>\n\n</think>\n\n"
 
 
@@ -158,7 +153,7 @@ def thinking(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
 
 
 def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinking: FrontEnd) -> None:
-    for seed in range(6):
+    for seed in range(3):
         fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "seed": seed, "ignore_eos": True}
         plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
         whole = thinking.post(fields, "v1/chat/completions")
@@ -182,19 +177,14 @@ def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinkin
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning_even_if_the_prompt_opens_one(thinking: FrontEnd) -> None:
     fields = {"messages": MESSAGES, "max_tokens": 20, "response_format": {"type": "json_object"}, "ignore_eos": None}
-    request = thinking.post(fields, "v1/chat/completions")
-    thinking.run()
-    message = thinking.answer(request)["choices"][0]["message"]
+    message = thinking.ask(fields, "v1/chat/completions")["choices"][0]["message"]
     assert "reasoning_content" not in message
     assert message["content"]
 
 
 def test_a_model_whose_template_has_no_tags_has_no_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeVocabulary, "piece", lambda _self, token: PIECES[token % len(PIECES)])
-    front_end = FrontEnd()
-    request = front_end.post({"messages": MESSAGES, "max_tokens": 40, "ignore_eos": True}, "v1/chat/completions")
-    front_end.run()
-    answer = front_end.answer(request)
+    answer = FrontEnd().ask({"messages": MESSAGES, "max_tokens": 40, "ignore_eos": True}, "v1/chat/completions")
     assert "reasoning_tokens" not in answer["usage"]["completion_tokens_details"]
     assert len(re.findall("<think>|</think>|.", answer["choices"][0]["message"]["content"], re.DOTALL)) == 40
 

@@ -10,12 +10,7 @@ import pytest
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api import logprobs
-from specserve.api.logprobs import (
-    chat_logprobs,
-    completion_logprobs,
-    most_bytes,
-    output_positions,
-)
+from specserve.api.logprobs import chat_logprobs, completion_logprobs, most_bytes, output_positions
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest

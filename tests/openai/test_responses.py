@@ -94,15 +94,13 @@ def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
 
 def test_a_response_repeats_its_request_and_counts_tokens(front_end: FrontEnd) -> None:
     fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [READ, {"type": "mcp"}], "top_p": 0.5}
-    answer = whole(front_end, **fields, tool_choice="none")
+    answer, again = (whole(front_end, **fields, tool_choice="none") for _ in range(2))
     assert [answer[name] for name in ("instructions", "metadata", "top_p")] == ["Be brief.", {"a": "b"}, 0.5]
     assert [tool["name"] for tool in answer["tools"]] == ["read"]
     assert (answer["tool_choice"], answer["model"], answer["object"]) == ("none", "tiny", "response")
     usage = answer["usage"]
-    assert usage["output_tokens"] == 30
-    assert usage["total_tokens"] == usage["input_tokens"] + 30
+    assert (usage["output_tokens"], usage["total_tokens"]) == (30, usage["input_tokens"] + 30)
     assert answer["speculation"]["rounds"] > 0
-    again = whole(front_end, **fields, tool_choice="none")
     assert again["usage"]["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
 
 
@@ -182,54 +180,45 @@ def test_an_answer_is_sent_back_as_one_message_with_its_calls(
     assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_a"), ("tool", "call_b")]
 
 
-# What a request has, and the roles and contents of its chat's messages.
-CHATS: list[tuple[dict[str, Any], list[tuple[str, str | None]]]] = [
-    ({"input": "hello"}, [("user", "hello")]),
-    ({"input": [{"role": "user", "content": "hello"}]}, [("user", "hello")]),
-    ({"input": [{"type": "message", "content": [{"type": "input_text", "text": "hello"}]}]}, [("user", "hello")]),
-    # Chat templates take one system message, the first; later ones stay where they are.
+SUMMARY = {"type": "summary_text", "text": "Well."}
+# The input of a request, and the roles and contents of its chat's messages.
+CHATS: list[tuple[Any, list[tuple[str, str | None]]]] = [
+    ("hello", [("user", "hello")]),
+    ([{"role": "user", "content": "hello"}], [("user", "hello")]),
+    ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
     (
-        {
-            "instructions": "One.",
-            "input": [
-                {"role": "developer", "content": "Two."},
-                {"role": "user", "content": "hello"},
-                {"role": "system", "content": "Three."},
-            ],
-        },
-        [("system", "One.\n\nTwo."), ("user", "hello"), ("system", "Three.")],
-    ),
-    (
-        {
-            "input": [
-                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
-                {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
-                {"role": "assistant", "content": "There."},
-                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
-            ]
-        },
+        [
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
+            {"role": "assistant", "content": "There."},
+            {"type": "reasoning", "summary": [SUMMARY]},
+        ],
         [("assistant", "Hi."), ("assistant", "There.")],
     ),
     (
-        {
-            "input": [
-                {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
-                # `local_shell` may name its call so, and `apply_patch` may have no text.
-                {"type": "local_shell_call_output", "id": "c", "output": "b"},
-                {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
-            ]
-        },
+        [
+            {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
+            # `local_shell` may name its call so, and `apply_patch` may have no text.
+            {"type": "local_shell_call_output", "id": "c", "output": "b"},
+            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+        ],
         [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")],
     ),
 ]
 
 
 def test_items_become_messages() -> None:
-    for fields, expected in CHATS:
-        messages = messages_of(**fields)
+    for items, expected in CHATS:
+        messages = messages_of(input=items)
         assert [(message["role"], message.get("content")) for message in messages] == expected
         assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= {"c"}
+    # Chat templates take one system message, the first; later ones stay where they are.
+    roles = {"developer": "Two.", "user": "hello", "system": "Three."}
+    items = [{"role": role, "content": content} for role, content in roles.items()]
+    system, user, later = messages_of(instructions="One.", input=items)
+    assert (system, user["content"]) == ({"role": "system", "content": "One.\n\nTwo."}, "hello")
+    assert later == {"role": "system", "content": "Three."}
 
 
 def test_the_fields_of_other_routes_keep_their_meaning() -> None:
@@ -268,8 +257,11 @@ def test_fields_become_those_of_a_chat() -> None:
 def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     [tool] = chat_of(tools=[{**PATCH, "format": grammar}]).tools or []
-    assert tool.function.parameters is not None
-    assert tool.function.parameters["required"] == ["input"]
+    assert tool.function.parameters == {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    }
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
@@ -392,14 +384,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 def test_what_cannot_be_done_is_openais_error_before_the_stream(front_end: FrontEnd) -> None:
-    for stream in (False, True):
-        ids = [front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE) for fields, _, _ in REFUSED]
-        front_end.run()
-        for request_id, (fields, param, words) in zip(ids, REFUSED, strict=True):
-            assert front_end.status[request_id] == (404 if "model" in fields else 400), fields
-            assert front_end.content_type[request_id] == "application/json"
-            error = front_end.answer(request_id)["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    for fields, param, words in REFUSED:
+        for stream in (False, True):
+            status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
+            assert (status, error["type"]) == (404 if "model" in fields else 400, "invalid_request_error"), fields
+            assert error["param"] == param
             assert words in error["message"]
 
 

@@ -36,15 +36,14 @@ class Result(NamedTuple):
 
     text: str
     end: str
-    mean_logprob: float
 
 
 def result(generation: Generation) -> Result:
     text = generation.take_text()
     if generation.error is not None:
-        return Result(text, generation.error.message, 0.0)
+        return Result(text, generation.error.message)
     assert generation.finish_reason is not None
-    return Result(text, generation.finish_reason, generation.mean_logprob)
+    return Result(text, generation.finish_reason)
 
 
 # Makes a wrong constraint of a right one; the list is shared by all answers at once.
@@ -118,7 +117,7 @@ def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there() -> None:
     for (mode, gamma, draft_seconds), verification in product(DRAFTS, BY_REJECTION):
         results = answers(verification, TRIALS, mode=mode, gamma=gamma, draft_seconds=draft_seconds)
         assert pvalue(results) > FALSE_ALARM_RATE
-        right = [(text, end) for text, end, _ in results if text != "xa" or "no text can follow" not in end]
+        right = [(text, end) for text, end in results if text != "xa" or "no text can follow" not in end]
         assert set(right) == {("xcdd", "stop"), ("xedd", "stop")}
 
 
@@ -126,7 +125,7 @@ def test_a_dead_end_fails_the_same_answers_with_and_without_drafts() -> None:
     """Greedy, and seeded by coupled verification; the text before the failure is the same, too."""
     for greedy in (True, False):
         plain = answers("coupled", 150, greedy=greedy)
-        assert len({text for text, _, _ in plain}) > 1
+        assert len({text for text, _ in plain}) > 1
         for mode, gamma, draft_seconds in DRAFTS:
             assert answers("coupled", 150, mode=mode, gamma=gamma, draft_seconds=draft_seconds, greedy=greedy) == plain
 
@@ -218,20 +217,20 @@ def _a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_a_step_takes_a_second")
 def test_a_complete_answer_ends_there_however_late_its_masks_are() -> None:
-    """It never ends with "length"; its mean log-probability, by which `best_of` chooses, counts its tokens alone."""
+    """It never ends with "length", and has the scores of its own tokens alone."""
     for gamma in [0, 3]:
         for verification, greedy in ((COUPLED, True), (COUPLED, False), *((rule, False) for rule in BY_REJECTION)):
             in_time, late = Rounds(late=False), Rounds(late=True)
             expected = ended(verification, gamma, in_time, greedy=greedy)
             found = ended(verification, gamma, late, greedy=greedy)
             assert late.count > 1.3 * in_time.count, "no mask was late"
-            for generation, (text, end, mean_logprob) in [*zip(*expected, strict=True), *zip(*found, strict=True)]:
+            for generation, (text, end) in [*zip(*expected, strict=True), *zip(*found, strict=True)]:
                 if re.fullmatch(COMPLETE, text):
                     assert end == "stop"
-                    assert mean_logprob == pytest.approx(np.mean([score.logprob for score in generation.scores]))
+                    assert len(generation.scores) == generation.generated
             if gamma == 0 or verification == "coupled":
                 assert found[1] == expected[1]
-            assert {end for _, end, _ in found[1]} == {"stop", "length"}
+            assert {end for _, end in found[1]} == {"stop", "length"}
 
 
 class SaysNoWhenLate(Shared):

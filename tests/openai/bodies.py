@@ -93,9 +93,7 @@ COMMON = {
     "top_k": st.sampled_from([None, 0, 1, 5, 10**6, -1]),
     "min_p": st.sampled_from([None, 0, 0.1, 1]),
     "seed": st.none() | st.integers(-(2**64), 2**64),
-    "logit_bias": st.none()
-    | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4)
-    | st.lists(st.lists(scalars, min_size=1, max_size=3), max_size=3),
+    "logit_bias": st.none() | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4),
     "presence_penalty": st.sampled_from([None, -2, 0, 2, 3]),
     "frequency_penalty": st.sampled_from([None, -2, 0.5, 2]),
     "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
@@ -120,17 +118,14 @@ COMMON = {
     "min_tokens": st.sampled_from([None, 0, 1, 3, 10**6]),
     "stop_token_ids": st.lists(st.integers(-1, 201), max_size=3),
     "allowed_token_ids": st.lists(st.integers(-1, 201), max_size=5),
-    "bad_words": st.lists(texts, max_size=3),
-    "truncate_prompt_tokens": st.sampled_from([None, -1, 0, 1, 5]),
     "skip_special_tokens": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
     "cache_prompt": st.booleans(),
     "t_max_predict_ms": numbers,
     "n_predict": st.sampled_from([None, -1, 0, 3]),
-    "n_probs": st.sampled_from([None, 0, 3, 30]),
-    "guided_regex": texts | st.sampled_from(["(a|aa)*", "((a{0,99}){0,99}){0,99}", "[^a]+$", "("]),
-    "guided_choice": st.lists(texts, max_size=3),
-    "structured_outputs": st.dictionaries(
+    "structured_outputs": obj(regex=texts | st.sampled_from(["(a|aa)*", "((a{0,99}){0,99}){0,99}", "[^a]+$", "("]))
+    | obj(choice=st.lists(texts, max_size=3))
+    | st.dictionaries(
         st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]), schemas | texts | anything, max_size=2
     ),
     "user": texts,
@@ -139,7 +134,6 @@ COMMON = {
 COMPLETION = {
     "prompt": texts | tokens | st.lists(texts, max_size=4) | st.lists(tokens, max_size=4),
     "echo": st.booleans(),
-    "best_of": st.sampled_from([None, 1, 3, 6, 30]),
     "suffix": texts,
     "logprobs": st.sampled_from([None, 0, 1, 5, 6]),
 }

@@ -79,7 +79,7 @@ def test_nothing_of_a_finished_sequence_is_kept_but_its_cached_tokens(
         submit(scheduler, generation, waited)
 
     monkeypatch.setattr(Scheduler, "submit", remembered)
-    body = {**BODY, "prompt": "the prompt of this test", "grammar": "root", "logprobs": 5}
+    body: dict[str, Any] = {**BODY, "prompt": "the prompt of this test", "grammar": "root", "logprobs": 5}
     front_end.post({**body, "prediction": {"type": "content", "content": "what may be"}, "echo": True})
     cancelled = front_end.post({**body, "stream": True, "max_tokens": 100})
     front_end.handle_once()

@@ -254,9 +254,9 @@ def test_fields_become_those_of_a_chat() -> None:
         {"name": "read", "description": "Reads.", "parameters": {"type": "object"}},
         {"name": "list", "parameters": {"type": "object"}},
     ]
-    assert chat.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert chat.model_dump(exclude_none=True)["tool_choice"] == {"type": "function", "function": {"name": "read"}}
     assert (chat.parallel_tool_calls, chat.stop, chat.top_k, chat.max_tokens) == (False, ["a", "b"], 3, 30)
-    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    assert chat.answer_schema == schema
     assert (chat.chat_template_kwargs, chat.metadata) == ({"enable_thinking": True}, {"prompt_family": "code"})
     assert chat_of(output_format={"type": "json_schema", "schema": schema}).response_format == chat.response_format
     assert chat_of(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}

@@ -153,7 +153,7 @@ INVALID: dict[str, list[Any]] = {
     "stream_options": [[]],
     "echo": [1],
     "n": [129, 0, True],
-    "best_of": [21, 0],
+    "best_of": [2, 0],
     "suffix": ["end", "", 5],
     "logprobs": [6, -1, True],
     "ignore_eos": [1],
@@ -189,7 +189,6 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"drafter": "prediction"}}, "speculation.drafter"),
     ({"speculation": {"drafter": "grammar"}}, "speculation.drafter"),
     ({"speculation": {"sources": "yes"}}, "speculation.sources"),
-    ({"best_of": 3, "stream": True}, "best_of"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
     ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, "grammar"),
@@ -244,11 +243,11 @@ def test_a_body_that_is_not_a_json_object_is_refused() -> None:
 
 
 def test_an_error_is_openais_object() -> None:
-    assert json.loads(Response.refusal(refusal({"prompt": "a", "best_of": 2, "n": 3})).text()) == {
+    assert json.loads(Response.refusal(refusal({"prompt": "a", "stream_options": {}})).text()) == {
         "error": {
-            "message": "Invalid request: 'best_of' may not be smaller than 'n'.",
+            "message": "'stream_options' needs 'stream': true.",
             "type": "invalid_request_error",
-            "param": "best_of",
+            "param": "stream_options",
             "code": "invalid_value",
         }
     }
@@ -301,16 +300,11 @@ def test_content_may_have_parts_and_developer_becomes_system() -> None:
     assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
 
 
-def test_every_prompt_has_best_of_candidates() -> None:
-    groups = groups_of({"prompt": ["a", "bc"], "n": 2, "best_of": 3, "seed": 5})
+def test_every_prompt_has_n_answers_of_which_the_first_scores_an_echoed_prompt() -> None:
+    groups = groups_of({"prompt": ["a", "bc"], "n": 3, "echo": True, "logprobs": 1})
     assert [[g.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
-    assert [[g.choice for g in group] for group in groups] == [[0, 1, 2]] * 2
-
-
-def test_candidates_of_best_of_and_echoed_prompts_are_scored() -> None:
-    assert {g.top_logprobs for [*group] in groups_of({"prompt": "a", "best_of": 2}) for g in group} == {0}
-    [group] = groups_of({"prompt": "abc", "echo": True, "logprobs": 1, "n": 3})
-    assert [g.scores_prompt for g in group] == [True, False, False]
+    assert [(g.index, g.choice) for group in groups for g in group] == [*enumerate([0, 1, 2, 0, 1, 2])]
+    assert [[g.scores_prompt for g in group] for group in groups] == [[True, False, False]] * 2
 
 
 def test_a_prediction_is_tokenized_even_without_a_draft_model() -> None:
@@ -323,9 +317,8 @@ def test_a_prediction_is_tokenized_even_without_a_draft_model() -> None:
 def test_response_formats_become_constraints() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {}, "strict": True}}
     forms: list[dict[str, Any]] = [
-        *({"grammar": "root ::= x"}, {"guided_regex": "a+"}, {"guided_choice": ["a"]}),
-        *({"structured_outputs": {"json": {}}}, {"response_format": {"type": "json_object"}}),
-        {"response_format": schema},
+        *({"grammar": "root ::= x"}, {"structured_outputs": {"regex": "a+"}}, {"json_schema": {}}),
+        *({"response_format": {"type": "json_object"}}, {"response_format": schema}),
     ]
     for fields in forms:
         assert sequence_of(**fields).constraint is not None, fields

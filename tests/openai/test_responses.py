@@ -240,7 +240,8 @@ def test_fields_become_those_of_a_chat() -> None:
         reasoning={"effort": "low"},
     )
     assert [tool.function.name for tool in chat.tools or []] == ["read", "patch"]
-    assert chat.model_dump(include={"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}) == {
+    told = {"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}
+    assert chat.model_dump(include=told, exclude_none=True) == {
         "tool_choice": {"type": "function", "function": {"name": "read"}},
         "max_tokens": 7,
         "top_p": 0.5,
@@ -248,9 +249,9 @@ def test_fields_become_those_of_a_chat() -> None:
         "reasoning_effort": "low",
     }
     assert chat.parallel_tool_calls is False
-    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    assert chat.answer_schema == schema
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
-    chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump()["tool_choice"]["allowed_tools"]
+    chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump(exclude_none=True)["tool_choice"]["allowed_tools"]
     assert chosen == {"mode": "required", "tools": [{"type": "function", "function": {"name": "read"}}]}
 
 
@@ -346,7 +347,7 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     tools = [READ, {"type": "web_search", "external_web_access": False}]
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
-    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": None, **inside}, ROUTE)
+    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
     front_end.run()
     ignored = "text.fromat, text.verbosity, reasoning.sumary, tools[1].web_search"
     assert front_end.headers[request_id] == {

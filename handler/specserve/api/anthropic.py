@@ -137,7 +137,7 @@ class CountRequest(GenerationRequest):
     output_config: TextForm | None = None
     output_format: dict[str, Any] | None = None
     stop_sequences: Items[StopString] | None = None
-    temperature: float | None = Field(default=1.0, ge=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     thread: Any = None
     n: Literal[1] | None = None

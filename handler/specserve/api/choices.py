@@ -105,7 +105,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         """Yield a choice of the whole response, or of a stream what is new, at first an echoed prompt, and the end."""
         request, generation, first = self._form.request, choice.generation, not choice.begun
         choice.begun = True
-        echo = choice.prompt if request.echoes else None
+        echo = choice.prompt if request.echo else None
         parts = self._parts(generation)
         positions: list[Position] | None = None
         if request.scores is not None:
@@ -115,7 +115,7 @@ class ChoicesResponse(GenerationResponse, ABC):
         if echo and first and echo.text:
             parts = [Text(echo.text), *parts]
             choice.sources.append((echo.text, "prompt"))
-        choice.sources += generation.by_source() if request.speculation_options.sources else []
+        choice.sources += generation.by_source() if request.speculation.sources else []
         if not self.streams or parts or positions or (first and self.begins_with_role):
             yield self._written(choice, parts, positions, first=first)
         if self.streams and generation.done:
@@ -139,7 +139,7 @@ class ChoicesResponse(GenerationResponse, ABC):
             "logprobs": None if positions is None else self._logprobs(positions),
             "finish_reason": self._finish_reason(choice.generation) if ends else None,
         }
-        if self._form.request.speculation_options.sources:
+        if self._form.request.speculation.sources:
             written["sources"], choice.sources = choice.sources, []
         return written
 

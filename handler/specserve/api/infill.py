@@ -12,12 +12,12 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from specserve.api.body import Body, Items, Text
 from specserve.api.dialects import KNOWN
 from specserve.api.prompt import Prompt, Tokenizer
-from specserve.api.request_schema import GenerationRequest
+from specserve.api.request_schema import CompletionRequest, GenerationRequest
 from specserve.api.response import GenerationResponse
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -45,12 +45,14 @@ class InfillRequest(GenerationRequest):
     input_suffix: Text = ""
     input_extra: Items[File] | None = None
     prompt: Text = ""
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(lambda given: 0.0 if given is None else given)] = (
-        0.0
-    )
     n: Literal[1] | None = None
     n_indent: int | None = None
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
+
+    def completion(self) -> CompletionRequest:
+        """Return the same request for a completion."""
+        shared = {name: getattr(self, name) for name in self.model_fields_set & GenerationRequest.model_fields.keys()}
+        return CompletionRequest.model_construct(**{"temperature": 0.0, "max_tokens": -1, "prompt": "", **shared})
 
 
 def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Prompt:

@@ -18,12 +18,12 @@ from specserve.api.incoming import Incoming
 from specserve.api.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.api.openapi import openapi
 from specserve.api.parse import parse_body
-from specserve.api.prompt import Prompt, Tokenizer
-from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.api.prompt import Tokenizer
+from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.api.response import GenerationResponse, Json, Response
 from specserve.api.response_store import ResponseStore
-from specserve.api.responses import ResponsesRequest, ResponsesResponse
+from specserve.api.responses import Keep, ResponsesRequest, ResponsesResponse
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
@@ -42,8 +42,9 @@ _IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
 
 
+Generating = CompletionRequest | ChatRequest | ResponsesRequest | CountRequest | InfillRequest
 # By route, its requests and responses; the bare URL of a model takes completions.
-_GENERATING: dict[str, tuple[type[GenerationRequest], type[GenerationResponse]]] = {
+_GENERATING: dict[str, tuple[type[Generating], type[GenerationResponse]]] = {
     "": (CompletionRequest, CompletionResponse),
     "v1/completions": (CompletionRequest, CompletionResponse),
     "v1/chat/completions": (ChatRequest, ChatResponse),
@@ -171,26 +172,32 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _generate(self, request: GenerationRequest, incoming: Incoming) -> Response:
+    def _generate(self, request: Generating, incoming: Incoming) -> Response:
         """Return the response to a valid request, with its generations; it may be drawn for the control group."""
-        model, template = self._known_model(request.model), self._template
+        model, vocabulary, template = self._known_model(request.model), self._models.vocabulary, self._template
         kind: Callable[..., Response] = _GENERATING[incoming.route][1]
+        asked: CompletionRequest | ChatRequest
         if isinstance(request, InfillRequest):
-            kind = partial(kind, request)
+            kind, asked = partial(kind, request), request.completion()
         elif isinstance(request, ResponsesRequest):
-            messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
-            keeps = self._config.responses_store > 0 and request.store is not False
-            kind = partial(kind, request, messages, partial(self._store.put, incoming.client) if keeps else None)
-            request = request.chat(messages)
-        elif isinstance(request, CountRequest):
-            request = request.chat()
-        prompts = self._prompts(request)
+            messages, keep = self._conversation(request, incoming.client)
+            kind, asked = partial(kind, request, messages, keep), request.chat(messages)
+        else:
+            asked = request.chat() if isinstance(request, CountRequest) else request
+        if isinstance(request, InfillRequest):
+            prompts = [infill_prompt(request, self._tokenizer, vocabulary)]
+        elif isinstance(asked, CompletionRequest):
+            prompts = self._tokenizer.completion(asked)
+        elif template is None:
+            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
+        else:
+            prompts = [self._tokenizer.chat(asked, template.prompt)]
         if incoming.route == "v1/messages/count_tokens":
             return Response({"input_tokens": len(prompts[0].tokens)})
         form, groups = resolve(
-            request,
+            asked,
             prompts,
-            self._models.vocabulary,
+            vocabulary,
             self._models.grammars,
             self._config,
             calls=template.calls if template else None,
@@ -200,17 +207,13 @@ class Routes:
             held_back=self._holdback.draw(),
         )
         generations = [generation for group in groups for generation in group]
-        options = {"vocabulary": self._models.vocabulary, "request_id": incoming.request_id, "model": model}
-        return kind(form, generations, **options)
+        return kind(form, generations, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
 
-    def _prompts(self, request: GenerationRequest) -> list[Prompt]:
-        if isinstance(request, CompletionRequest):
-            return self._tokenizer.completion(request)
-        if isinstance(request, InfillRequest):
-            return [infill_prompt(request, self._tokenizer, self._models.vocabulary)]
-        if not isinstance(request, ChatRequest) or self._template is None:
-            raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return [self._tokenizer.chat(request, self._template.prompt)]
+    def _conversation(self, request: ResponsesRequest, client: str) -> tuple[list[Json], Keep | None]:
+        """Return a request's messages and those before, and what keeps them for requests that continue them."""
+        messages = self._store.messages(client, request.previous_response_id) + request.messages()
+        keeps = self._config.responses_store > 0 and request.store is not False
+        return messages, partial(self._store.put, client) if keeps else None
 
     def _known_model(self, model: str | None) -> str:
         """Return the model id that a request names, or the default.

@@ -54,8 +54,6 @@ class TextParams:
 class Generation(Sequence):
     """A sequence that is turned into text, up to EOS, a stop string, or the last allowed token.
 
-    `mean_logprob` is that over all its tokens, an EOS token included: so an empty completion has one too.
-
     Args:
         vocabulary: the target's.
         text: how its tokens become text.
@@ -72,7 +70,6 @@ class Generation(Sequence):
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
-        self.mean_logprob = -math.inf
         self._detokenizer = Detokenizer(self.text.stops, self.text.controls, includes_stop=self.text.includes_stop)
         self._last_text = ""
         self._deadline = math.inf
@@ -162,8 +159,6 @@ class Generation(Sequence):
         self._detokenizer.finish()
         if self._spans:  # what is left of an incomplete character belongs to the last token
             self._spans[-1] = (self._spans[-1][0], self._detokenizer.length)
-        scores = self.scores[: len(self._spans) + eos]
-        self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
         self.ended_by_eos = eos
         del self.tokens[self.prompt_length + len(self._spans) :], self.sources[len(self._spans) :]
         del self.scores[len(self._spans) :]

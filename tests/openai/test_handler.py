@@ -11,8 +11,8 @@ import threading
 import time
 import weakref
 from importlib import import_module
-from itertools import chain, count, repeat
-from types import ModuleType, SimpleNamespace
+from itertools import count
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -205,8 +205,8 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
     for owner, name in (
         (Scheduler, "submit"),
         (Scheduler, "cancel"),
-        (GenerationResponse, "next_events"),
-        (GenerationResponse, "text"),
+        (ChoicesResponse, "next_events"),
+        (ChoicesResponse, "text"),
         (Metrics, "emit"),
         (Routes, "_speculation"),
     ):
@@ -225,30 +225,23 @@ def test_rounds_run_between_calls_and_all_other_work_between_rounds(
     assert not overlapping
 
 
-def test_a_new_request_interrupts_a_long_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time slice has one round; the clock stops for the next one, so that only an interrupt can end it."""
-    front_end = FrontEnd(time_slice_ms=500)
-    started, posted, rounds = threading.Event(), threading.Event(), count()
-    clock, run_round = chain([0.0], repeat(1.0)), Scheduler.run_round
-
-    def announced_round(scheduler: Scheduler) -> None:
-        """A round, but no more than 50 before the second request: the answer of 200 tokens cannot end earlier."""
-        if posted.is_set() or next(rounds) < 50:
-            run_round(scheduler)
-        started.set()
-
-    monkeypatch.setattr(Scheduler, "run_round", announced_round)
-    monkeypatch.setattr("specserve.core.engine_loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    long = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "speculation": {"mode": "off"}})
-    front_end.waits_for_slice = False
-    front_end.handle_once()
-    started.clear()
-    assert started.wait(10)
-    front_end.post(BODY)
-    front_end.handle_once()
-    assert long not in front_end.finished
-    posted.set()
-    front_end.run()
+def test_a_request_that_comes_or_goes_interrupts_the_slice(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts = count()
+    monkeypatch.setattr(front_end.handler._loop, "interrupt", lambda: next(interrupts))
+    after = []
+    for _ in range(2):
+        stream = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True, "stream": True})
+        for _ in range(3):
+            front_end.handle_once()
+            after.append(str(interrupts))
+    front_end.disconnect(stream)
+    for _ in range(3):
+        front_end.handle_once()
+        after.append(str(interrupts))
+    # The disconnect is noticed when a chunk has been sent, so the call after that lacks the request.
+    assert after == [f"count({number})" for number in (1, 1, 1, 2, 2, 2, 2, 3, 3)]
 
 
 def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None:

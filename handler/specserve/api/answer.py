@@ -46,11 +46,8 @@ class AnswerReader:
     Text is held back while it may be the beginning of a call or tag, and whitespace while a call or tag may follow:
     whitespace beside calls and tags is left out.
 
-    Args:
-        forms: in which calls of the tools of these `names` are written.
-        names: of the tools.
-        thinking: the tags around reasoning, which an answer begins with; None if there is none to read.
-        begun: whether the prompt ends with the first tag.
+    Calls of the tools with these names have one of the forms. Where the model marks its `thinking` by tags, an answer
+    begins with it; `begun` tells whether the prompt ends with the first tag.
     """
 
     def __init__(

@@ -52,12 +52,10 @@ class ContentBlock(AnthropicBody, Part):
     is_error: bool | None = None
 
     def call(self) -> Json:
-        """Return the tool call as that of a chat."""
         function = {"name": self.name, "arguments": json.dumps(self.input or {}, ensure_ascii=False)}
         return {"id": self.id, "type": "function", "function": function}
 
     def result(self) -> Json:
-        """Return the result of a tool as a message of a chat."""
         content = ("Error: " if self.is_error else "") + _text(self.content or "")
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
@@ -66,7 +64,6 @@ Content = Text | Items[ContentBlock]
 
 
 def _text(content: Content) -> str:
-    """Join the blocks of text among those of a content."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content if block.type == "text")
 
 
@@ -100,11 +97,7 @@ class MessagesTool(AnthropicBody):
     strict: bool | None = None
 
     def function(self) -> Json:
-        """Return it as a tool of a chat.
-
-        Raises:
-            RequestError: 400; the client runs it, and its schema is not known.
-        """
+        """Return it as a tool of a chat; raise a 400 if the client runs it and its schema is not known."""
         if self.type not in {None, "custom", *ANTHROPIC}:
             raise undescribed(str(self.type))
         description, parameters = ANTHROPIC.get(self.type or "", (self.description, self.input_schema))
@@ -125,8 +118,6 @@ class Thinking(AnthropicBody):
 
 
 class CountRequest(GenerationRequest):
-    """The body of v1/messages/count_tokens."""
-
     also_known = GenerationRequest.also_known | AnthropicBody.also_known
 
     messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
@@ -148,11 +139,6 @@ class CountRequest(GenerationRequest):
                 yield f"tools[{index}].{tool.type}"
 
     def chat(self) -> ChatRequest:
-        """Translate it to a chat.
-
-        Raises:
-            RequestError: 400; a field is wrong.
-        """
         if self.thread is not None:
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
             raise RequestError(sentence, param="thread", code=_NO_THREADS)
@@ -183,8 +169,6 @@ class CountRequest(GenerationRequest):
 
 
 class MessagesRequest(CountRequest):
-    """The body of v1/messages."""
-
     max_tokens: int = Field(ge=0)
 
 

@@ -65,12 +65,7 @@ class ChoicesResponse(GenerationResponse, ABC):
 
     @abstractmethod
     def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
-        """Return the field of a choice that has its content.
-
-        Args:
-            parts: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
-            first: whether it begins the choice.
-        """
+        """Return the field of a choice with what is new; None at the end of a stream, which has no text as OpenAI's."""
 
     @abstractmethod
     def _logprobs(self, positions: list[Position]) -> Json: ...
@@ -125,11 +120,6 @@ class ChoicesResponse(GenerationResponse, ABC):
     def _written(
         self, choice: _Choice, parts: list[Part] | None, positions: list[Position] | None, *, first: bool
     ) -> Json:
-        """Return a choice of the response or of an event; `parts` is None at the end of a stream.
-
-        Raises:
-            RequestError: 400; the log-probabilities become too large.
-        """
         ends = parts is None or not self.streams
         self._scored_bytes += most_bytes(positions or [], self._vocabulary)
         check_size(self._scored_bytes)

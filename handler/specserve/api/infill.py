@@ -50,17 +50,12 @@ class InfillRequest(GenerationRequest):
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 
     def completion(self) -> CompletionRequest:
-        """Return the same request for a completion."""
         shared = {name: getattr(self, name) for name in self.model_fields_set & GenerationRequest.model_fields.keys()}
         return CompletionRequest.model_construct(**{"temperature": 0.0, "max_tokens": -1, "prompt": "", **shared})
 
 
 def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Prompt:
-    """Return the prompt: other files, then the text around the gap, each cut at the end that is far from the gap.
-
-    Raises:
-        RequestError: 400; the model cannot fill in the middle.
-    """
+    """Return the prompt: other files, then the text around the gap, each cut at the end that is far from the gap."""
     context = tokenizer.context_length
     local = min(_LOCAL_TOKENS, context * 3 // 4)
     prefix, prompt, suffix = (
@@ -96,8 +91,6 @@ def _other_files(files: list[File], tokenizer: Tokenizer, vocabulary: Vocabulary
 
 
 class InfillResponse(GenerationResponse):
-    """Writes what is filled in, whole or as a stream."""
-
     def __init__(self, request: InfillRequest, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         [self._generation] = self.generations
@@ -163,10 +156,7 @@ class InfillResponse(GenerationResponse):
 def indented(text: str, indent: int, checked: int) -> str:
     """Return a text up to its first line after the first that is indented by less, with that indentation.
 
-    Args:
-        text: none of whose first `checked` characters is cut off.
-        indent: in spaces and tabs.
-        checked: number of characters.
+    None of the first `checked` characters is cut off; `indent` counts spaces and tabs.
     """
     indent = min(indent, _MAX_INDENT)
     if indent <= 0:

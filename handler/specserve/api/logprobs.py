@@ -22,8 +22,6 @@ _ENTRY_BYTES, _NAME_BYTES = 90, 12
 
 
 class Position(NamedTuple):
-    """A token of a choice."""
-
     token: int
     score: TokenScore | None  # which only the first token of a prompt lacks
     offset: int  # in the choice's text, in characters
@@ -37,11 +35,7 @@ def most_bytes(positions: Sequence[Position], vocabulary: Vocabulary) -> int:
 
 
 def check_size(n_bytes: int) -> None:
-    """Refuse to write a response that takes many more bytes than were expected.
-
-    Raises:
-        RequestError: 400; it is too large.
-    """
+    """Raise a 400 instead of writing a response that takes many more bytes than were expected."""
     if n_bytes > 2 * MAX_RESPONSE_BYTES:
         raise RequestError(
             "The response becomes too large: ask for fewer answers, tokens or log-probabilities.",

@@ -32,8 +32,6 @@ _PARSE_SECONDS = 0.1
 
 
 class Parsing(NamedTuple):
-    """A new request."""
-
     incoming: Incoming
     arrival: float
     response: Future[Response]  # done once the request is parsed, with an exception if it is refused
@@ -100,10 +98,7 @@ class Parser:
     def take(self, *, idle: bool) -> dict[str, Parsing]:
         """Return the parsed requests, after a short wait for new ones.
 
-        While others stream, it waits only once for a long parse, whatever arrives meanwhile.
-
-        Args:
-            idle: nothing else runs, so waiting delays no request.
+        Unless the server is `idle`, it waits only once for a long parse, whatever arrives meanwhile: others stream.
         """
         waits = idle or not self._waited_for & self._parsing.keys()
         wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)

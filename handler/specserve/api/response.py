@@ -40,7 +40,6 @@ class Response:
         self._failed: RequestError | None = None
 
     def fail(self, error: RequestError) -> None:
-        """Replace the response by an error."""
         self._failed = error
 
     @staticmethod
@@ -72,7 +71,6 @@ class Response:
         return text
 
     def _whole(self) -> Mapping[str, Any]:
-        """Return the JSON object of a response that has not failed."""
         return self._body
 
     def next_events(self) -> str:
@@ -81,15 +79,7 @@ class Response:
 
 
 class GenerationResponse(Response):
-    """A response that generations write, whatever its protocol.
-
-    Args:
-        form: what it consists of.
-        generations: prompt by prompt.
-        vocabulary: the target's.
-        request_id: TorchServe's.
-        model: the id that the request has named.
-    """
+    """A response that generations write, prompt by prompt, to a request that has named the model so."""
 
     def __init__(
         self,
@@ -141,7 +131,6 @@ class GenerationResponse(Response):
         }
 
     def _totals(self) -> Json:
-        """Return `usage` and `speculation`, over all choices."""
         stats = self._stats()
         return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.generations[0].speculation)}
 

@@ -85,15 +85,10 @@ class ResponsesRequest(GenerationRequest):
         return [offered for tool in self.tools or [] for offered in tool.offered()]
 
     def messages(self) -> list[Json]:
-        """Return the input as messages of a chat."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
 
     def chat(self, messages: list[Json]) -> ChatRequest:
-        """Translate it to a chat of these messages, its own and those before.
-
-        Raises:
-            RequestError: 400; a field is wrong.
-        """
+        """Translate it to a chat of these messages, its own and those before."""
         # Most templates take one system message, the first.
         rest = [*dropwhile(lambda message: message["role"] in {"system", "developer"}, messages)]
         system = [self.instructions, *(message["content"] for message in messages[: len(messages) - len(rest)])]
@@ -176,7 +171,6 @@ class ResponsesResponse(BlocksResponse):
         return known | {"status": status, "background": False} | self._echoed | later | fields
 
     def _kind(self, block: Block) -> str:
-        """Return the type of a block's item."""
         if block.call is None:
             return "reasoning" if block.kind == "reasoning" else "message"
         return self._offered[block.call.name].item

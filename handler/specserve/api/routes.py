@@ -58,12 +58,7 @@ _GENERATING: dict[str, tuple[type[Generating], type[GenerationResponse]]] = {
 class Routes:
     """Maps requests to responses, which are complete or to be generated.
 
-    Args:
-        config: of the server.
-        models: as loaded.
-        scheduler: asked by routes that generate nothing; they must not run during a round.
-        holdback: draws the control group.
-        name: of the model in TorchServe, which is one of its ids.
+    Routes that generate nothing ask the scheduler, so they must not run during a round.
     """
 
     def __init__(
@@ -97,11 +92,7 @@ class Routes:
         return kind.refusal(error)
 
     def respond(self, incoming: Incoming) -> Response:
-        """Return the response to a request.
-
-        Raises:
-            RequestError: it is refused.
-        """
+        """Return the response to a request, or raise the RequestError by which it is refused."""
         route = incoming.route
         if route in _GENERATING:
             if incoming.body is None:
@@ -216,11 +207,7 @@ class Routes:
         return messages, partial(self._store.put, client) if keeps else None
 
     def _known_model(self, model: str | None) -> str:
-        """Return the model id that a request names, or the default.
-
-        Raises:
-            RequestError: 404; there is no such model.
-        """
+        """Return the model id that a request names, or the default; raise a 404 if there is no such model."""
         if model in (None, *self._model_ids):
             return model or self._model_ids[0]
         sentence = f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}."

@@ -55,11 +55,7 @@ class Handler:
     """Has new requests parsed, runs the scheduler, and replies to every entry."""
 
     def initialize(self, context: types.Context) -> None:
-        """Load the models; a failure is one sentence in the worker's log, and the worker exits.
-
-        Raises:
-            RuntimeError: the model cannot be loaded; TorchServe expects this type.
-        """
+        """Load the models; a failure is a sentence in the worker's log, and a RuntimeError as TorchServe expects."""
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
             served = metrics.Served(context.model_name, context.manifest["model"]["modelVersion"])
@@ -75,11 +71,7 @@ class Handler:
         served: metrics.Served,
         send: metrics.Send = lambda *_: None,
     ) -> None:
-        """Load the models and begin to serve; `send` is given every sample of a metric.
-
-        Raises:
-            SpecserveError: a model cannot be loaded, or the trace cannot be written.
-        """
+        """Load the models and begin to serve; `send` is given every sample of a metric."""
         types.receive_bodies_as_bytes()
         # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
         thread = engine_thread()

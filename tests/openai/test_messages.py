@@ -156,14 +156,6 @@ def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeyp
     assert [delta.get("partial_json") for delta in deltas[4:]] == ['{"path": ', '"a.py"}']
 
 
-def test_the_reasoning_of_a_model_that_thinks_is_a_block() -> None:
-    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
-    thinking, text = whole(front_end)["content"]
-    assert thinking == {"type": "thinking", "thinking": thinking["thinking"], "signature": ""}
-    assert text == {"type": "text", "text": ""}
-    assert accumulated(streamed(front_end))["content"] == [thinking, text]
-
-
 def test_a_use_that_is_cut_has_as_much_of_its_input_as_came(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,17 +156,6 @@ def test_an_editors_plug_in_gets_what_fills_the_gap(server: Server) -> None:
     assert "".join(event["content"] for event in events) == answer["content"]
 
 
-def test_a_prediction_is_accepted_and_counted(server: Server) -> None:
-    greedy = {"temperature": 0, "max_tokens": 100}
-    text = chat(server, **greedy).choices[0].message.content
-    for mode in ("auto", "off"):
-        speculation = {"speculation": {"mode": mode, "drafter": "prediction"}}
-        answer = chat(server, **greedy, prediction={"type": "content", "content": text}, extra_body=speculation)
-        details = answer.usage.completion_tokens_details
-        assert (details.accepted_prediction_tokens > 20) == (mode == "auto")
-        assert details.rejected_prediction_tokens < 60
-
-
 def test_a_response_of_four_megabytes_is_received(server: Server) -> None:
     """Nearly as large as our limit; TorchServe ends a worker whose response exceeds its own limit."""
     answer = chat(server, n=12, max_tokens=400, logprobs=True, top_logprobs=20, extra_body={"ignore_eos": True})

@@ -15,7 +15,6 @@ from specserve.api.logprobs import (
     check_size,
     completion_logprobs,
     most_bytes,
-    output_positions,
     prompt_positions,
 )
 from specserve.api.prompt import Prompt
@@ -104,7 +103,8 @@ class ChoicesResponse(GenerationResponse, ABC):
         parts = self._parts(generation)
         positions: list[Position] | None = None
         if request.scores is not None:
-            positions = output_positions(generation.take_tokens(), len(echo.text) if echo else 0)
+            shift = len(echo.text) if echo else 0
+            positions = [Position(score.token, score, shift + offset) for score, offset in generation.take_tokens()]
             if echo and first:
                 positions = prompt_positions(echo, choice.scored.prompt_scores, self._vocabulary) + positions
         if echo and first and echo.text:

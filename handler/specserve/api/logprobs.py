@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specserve.api.prompt import Prompt
-from specserve.core.generation import OutputToken
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
@@ -41,10 +40,6 @@ def check_size(n_bytes: int) -> None:
             "The response becomes too large: ask for fewer answers, tokens or log-probabilities.",
             code="response_too_large",
         )
-
-
-def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
-    return [Position(score.token, score, shift + offset) for score, offset in tokens]
 
 
 def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocabulary) -> list[Position]:

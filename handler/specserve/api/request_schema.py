@@ -51,9 +51,7 @@ class GenerationRequest(SamplingFields, StructuredOutput):
     """The fields of completions and chats, and of the requests that are translated to them."""
 
     also_known: ClassVar[frozenset[str]] = KNOWN
-    # The fields to which errors point.
     prompt_field: ClassVar[str] = "prompt"
-    scores_field: ClassVar[str] = "logprobs"
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=-1)  # -1 is no limit
@@ -196,7 +194,6 @@ class Message(Body):
 
 class ChatRequest(GenerationRequest, ToolFields):
     prompt_field: ClassVar[str] = "messages"
-    scores_field: ClassVar[str] = "top_logprobs"
     echo: ClassVar[bool] = False
 
     messages: Annotated[Items[Message], Field(min_length=1)]

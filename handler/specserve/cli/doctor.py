@@ -23,7 +23,6 @@ from specserve.cli.models import Prepared, prepare
 from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
@@ -73,8 +72,7 @@ def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterato
     yield check_kernels(handler.kernels, threads)
     with ExitStack() as stack:
         model, target = stack.enter_context(_loaded(prepared.target, threads))
-        invariance = probe(target)
-        yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
+        yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if prepared.draft:
             draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))

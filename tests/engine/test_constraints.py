@@ -123,7 +123,7 @@ def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there() -> None:
     for (mode, gamma, draft_seconds), verification in product(DRAFTS, BY_REJECTION):
         results = answers(verification, TRIALS, mode=mode, gamma=gamma, draft_seconds=draft_seconds)
         assert pvalue(results) > FALSE_ALARM_RATE
-        right = [(text, end) for text, end in results if text != "xa" or "no text can follow" not in end]
+        right = [(text, end) for text, end, _ in results if text != "xa" or "no text can follow" not in end]
         assert set(right) == {("xcdd", "stop"), ("xedd", "stop")}
 
 
@@ -131,7 +131,7 @@ def test_a_dead_end_fails_the_same_answers_with_and_without_drafts() -> None:
     """Greedy, and seeded by coupled verification; the text before the failure is the same, too."""
     for greedy in (True, False):
         plain = answers("coupled", 150, greedy=greedy)
-        assert len({text for text, _ in plain}) > 1
+        assert len({text for text, *_ in plain}) > 1
         for mode, gamma, draft_seconds in DRAFTS:
             assert answers("coupled", 150, mode=mode, gamma=gamma, draft_seconds=draft_seconds, greedy=greedy) == plain
 

@@ -42,9 +42,9 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # What is left of a sequence's recent tokens and time after another round, and the most that its speed-up counts for:
 # where a long copy ends, its speed is no longer to be had (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
-# How much dearer a round's time becomes by each further sequence: with .12 four clients on Zen 5 get 1.167 times plain
-# decoding, with .25 1.193 (benchmarks/simulate.py --clients 4).
-_SHARED_MARGIN = 0.25
+# How much dearer a round's time becomes by each further sequence: four clients on Zen 5 get 1.168 times plain decoding
+# with .12, 1.180 with .18, 1.183 with .25; two on a slow Zen 4 1.179, 1.183, 1.177 (benchmarks/simulate.py --clients 2 4).
+_SHARED_MARGIN = 0.18
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
 # lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).
 _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))

@@ -29,10 +29,9 @@ from specserve.api.request_schema import CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.core.loading import PREFILL_ROWS, Models, load_models
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 

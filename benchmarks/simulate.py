@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import print_result, print_table
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SpeculationParams
@@ -118,7 +117,7 @@ class ReplayEngine:
     max_logits = 64
     max_alternatives = 8
     slot_length = CONTEXT
-    token_bytes = None
+    token_bytes: int | None = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool

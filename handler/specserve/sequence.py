@@ -22,79 +22,64 @@ Pool = tuple[str, str]
 Owner = tuple[str, str]
 Group = Literal[SpeculationMode, "holdback"]
 
+# The temperature below which single precision could not divide; only a tie to six digits would see the difference.
+_GREEDY_BELOW = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How logits become a distribution, and the seed of the noise by which coupled verification samples from it.
+    """How logits become a distribution; the defaults of all but `temperature` change nothing."""
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing; `seed` None picks one at random. The
-    defaults of the penalties, biases and restrictions (sampling/logits.py) change nothing.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
+    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    top_k: int = 0  # keep the k most probable tokens, lower ids first among equals; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most probable tokens that holds this mass
+    min_p: float = 0.0  # keep tokens at least this fraction as probable as the most probable one
+    seed: int | None = None  # of coupled verification's noise; None picks one at random
+    # What sampling/logits.py applies.
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     allowed_tokens: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     end_tokens: tuple[int, ...] = ()
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether all distributions are one-hot."""
+        return self.temperature < _GREEDY_BELOW
+
+    @property
     def shapes_logits(self) -> bool:
-        """Whether any penalty or bias is set."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
     @property
     def forbids_tokens(self) -> bool:
-        """Whether some tokens may not be generated, everywhere or at some positions."""
-        return self.allowed_tokens is not None or bool(self.bad_words) or self.min_tokens > 0
+        return self.allowed_tokens is not None or self.min_tokens > 0
 
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How many tokens are drafted per round, by which drafter, and how they are verified.
+    """How many tokens are drafted per round, by which drafter, and how they are verified."""
 
-    Args:
-        gamma: draft tokens per round in mode `fixed`, their maximum in mode `auto`.
-        verification: the rule of rejection.py.
-        drafter: the only drafter to use; None tries each in turn.
-        mode: no drafts, `gamma` of them, or as many as the controller decides.
-        pool: of finished answers that lookups search and that this one's joins; None is none.
-    """
-
-    gamma: int = 0
+    gamma: int = 0  # draft tokens per round in mode `fixed`, their maximum in mode `auto`
     verification: Verification = "block"
-    drafter: DrafterName | None = None
+    drafter: DrafterName | None = None  # the only one to use; None tries each in turn
     mode: SpeculationMode = "fixed"
-    pool: Pool | None = None
+    pool: Pool | None = None  # of finished answers that lookups search and that this one's joins
 
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """The labels that all sequences of a request share.
+    """The labels that all sequences of a request share."""
 
-    Args:
-        request: TorchServe's request id.
-        family: the client's `prompt_family`; empty without one.
-        group: the speculation mode; `holdback` is `auto` without drafts, for the control group.
-        randomised: whether the group was drawn between `auto` and `holdback`; only such requests may be compared.
-        client: whose it is, by the API key.
-        cache_salt: prefixes are reused only by the client's requests with the same one.
-    """
-
-    request: str = ""
-    family: str = ""
-    group: Group = "auto"
-    randomised: bool = False
-    client: str = ""
-    cache_salt: str = ""
+    request: str = ""  # TorchServe's request id
+    family: str = ""  # the client's `prompt_family`
+    group: Group = "auto"  # `holdback` is `auto` without drafts, for the control group
+    randomised: bool = False  # whether `auto` or `holdback` was drawn; only such requests may be compared
+    client: str = ""  # by the API key
+    cache_salt: str = ""  # prefixes are reused only by the client's requests with the same one
 
     @property
     def owner(self) -> Owner:
@@ -103,30 +88,24 @@ class RequestInfo:
 
 
 class Constraint(Protocol):
-    """A grammar that the completion must follow, or only the tool calls in it."""
+    """A grammar that the completion must follow, or only the tool calls in it.
+
+    `allowed` and `forced` raise `ConstraintError` where the grammar cannot be followed further, and `MaskDeferred`
+    where the round has no time left for it.
+    """
 
     @property
     def allows_text(self) -> bool:
         """Whether the completion is free text until a call begins."""
 
     def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all.
-
-        Raises:
-            ConstraintError: the grammar cannot be followed further.
-            MaskDeferred: the round has no time left for it.
-        """
+        """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all."""
 
     def complete(self, written: abc.Sequence[int]) -> bool:
         """Whether the completion can only end here; the same in every round, whatever time it has left for masks."""
 
     def forced(self, written: abc.Sequence[int], max_tokens: int) -> list[int]:
-        """At most `max_tokens` tokens that are likely to spell the only characters the grammar allows next.
-
-        Raises:
-            ConstraintError: the grammar cannot be followed further.
-            MaskDeferred: the round has no time left for it.
-        """
+        """At most `max_tokens` tokens that are likely to spell the only characters the grammar allows next."""
 
 
 class TokenScore(NamedTuple):
@@ -139,41 +118,34 @@ class TokenScore(NamedTuple):
 
 @dataclass
 class Timestamps:
-    """When a sequence arrived, was queued last, got its first slot, its first and its last token; in seconds."""
+    """In seconds; a preempted sequence is queued again."""
 
     arrival: float = 0.0
     queued: float = 0.0
-    start: float | None = None
+    start: float | None = None  # in its first slot
     first_token: float | None = None
     last_token: float = 0.0
 
 
 @dataclass
 class SequenceStats:
-    """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round.
+    """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round."""
 
-    `rounds` counts decode rounds, `gammas` those by their number of draft tokens, `drafted_by` and `accepted_by` draft
-    tokens by drafter, `committed` all their tokens, an end token included. `alternatives` counts those that the target
-    read, `adopted` those that were recovered and gave one more token. `plain_seconds` is what the tokens after the
-    first would have taken without drafts, by the cost model.
-    """
-
-    rounds: int = 0
-    committed: int = 0
-    gammas: Counter[int] = field(default_factory=Counter)
-    drafted_by: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0  # that decoded
+    committed: int = 0  # tokens of these, an end token included
+    gammas: Counter[int] = field(default_factory=Counter)  # rounds by number of draft tokens
+    drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by drafter
     accepted_by: Counter[str] = field(default_factory=Counter)
-    alternatives: int = 0
-    adopted: int = 0
+    alternatives: int = 0  # that the target read
+    adopted: int = 0  # of these, that were recovered and gave one more token
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     other_seconds: float = 0.0
-    plain_seconds: float = 0.0
+    plain_seconds: float = 0.0  # of the tokens after the first without drafts, by the cost model
 
     @classmethod
     def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:
-        """The sum over several sequences."""
         total = cls()
         for stats in parts:
             for counter in fields(cls):
@@ -182,7 +154,6 @@ class SequenceStats:
 
     @property
     def drafted(self) -> int:
-        """Number of draft tokens."""
         return self.drafted_by.total()
 
     @property
@@ -192,7 +163,6 @@ class SequenceStats:
 
     @property
     def decode_seconds(self) -> float:
-        """The time after the first token."""
         return self.draft_seconds + self.target_seconds + self.other_seconds
 
     @property
@@ -220,42 +190,23 @@ def common_prefix(left: list[int], right: list[int], max_length: int | None = No
 class Sequence:
     """A prompt, the tokens committed after it, and how they are sampled and drafted for.
 
-    `tokens` are all of them; what the models' KV caches hold of them is known there (kv_cache.py), by `slot`, which is
-    -1 while the sequence waits. `cached_tokens` is how many tokens of the prompt needed no pass when it first got a
-    slot. `round_number` counts the rounds that have committed tokens and keys the noise of the next one; `deferrals`
-    counts the rounds since then that had no time for the sequence's grammar mask; `preemptions` counts how often it
-    lost its slot, and `turn_start` is how many tokens it had generated when it got the present one.
-
-    Args:
-        prompt: its tokens.
-        sampling: how tokens are sampled.
-        speculation: how they are drafted and verified.
-        max_tokens: the most tokens after the prompt; 0 only prefills it.
-        choice: the index of this completion of the prompt; each has noise of its own.
-        top_logprobs: how many of the most probable tokens are kept at every position; None keeps no scores.
-        scores_prompt: whether the prompt's tokens after the first are scored too.
-        constraint: the grammar of the tokens after the prompt.
-        prediction: the tokens of the client's predicted output.
-        keeps_sources: whether `sources` says who wrote each token after the prompt.
-        reuses_prefix: whether what the caches hold of the prompt's beginning is used.
-        info: the request's labels.
-        index: of this sequence in its request.
+    What the models' KV caches hold of its tokens is known there (kv_cache.py), by `slot`.
     """
 
     prompt: list[int]
     sampling: SamplingParams
     speculation: SpeculationParams
     _: KW_ONLY
-    max_tokens: int
-    choice: int = 0
-    top_logprobs: int | None = None
-    scores_prompt: bool = False
+    max_tokens: int  # after the prompt; 0 only prefills it
+    choice: int = 0  # the index of this completion of the prompt; each has noise of its own
+    top_logprobs: int | None = None  # tokens whose scores are kept at every position; None keeps none
+    scores_prompt: bool = False  # whether the prompt's tokens after the first are scored too
     constraint: Constraint | None = None
-    prediction: abc.Sequence[int] = ()
-    keeps_sources: bool = False
-    reuses_prefix: bool = True
+    prediction: abc.Sequence[int] = ()  # the tokens of the client's predicted output
+    keeps_sources: bool = False  # whether `sources` says who wrote each token after the prompt
+    reuses_prefix: bool = True  # whether what the caches hold of the prompt's beginning is used
     info: RequestInfo = RequestInfo()
-    index: int = 0
+    index: int = 0  # in its request
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -266,11 +217,13 @@ class Sequence:
         self.prompt_scores: list[TokenScore] = []
         self.scores: list[TokenScore] = []
         self.sources: list[Source] = []
-        self.slot = -1
-        self.cached_tokens = 0
-        self.round_number = self.deferrals = self.preemptions = self.turn_start = 0
-        # Whether an end token ended it, which is not one of its tokens.
-        self.ended_by_eos = False
+        self.slot = -1  # while it waits
+        self.cached_tokens = 0  # of the prompt, that needed no pass when it first got a slot
+        self.round_number = 0  # rounds that have committed tokens; keys the noise of the next one
+        self.deferrals = 0  # rounds since then that had no time for its grammar mask
+        self.preemptions = 0  # how often it lost its slot
+        self.turn_start = 0  # tokens that it had generated when it got the present one
+        self.ended_by_eos = False  # by an end token, which is not one of its tokens
         self.timestamps = Timestamps()
         self.stats = SequenceStats()
 
@@ -286,7 +239,6 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens committed after the prompt."""
         return self.tokens[self.prompt_length :]
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
 from constraints import Alternating
 from costs import proportional
-from fake_engine import FakeEngine, NoEndToken
+from fake_engine import FakeEngine
 from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import RequestInfo, SamplingParams, Sequence, SpeculationParams
@@ -28,6 +28,15 @@ def model_and_steps(
     return model, steps
 
 
+def rows_read(model: DraftModel, *steps: Step, is_shared: bool = False) -> list[int]:
+    """How many tokens of each a pass reads."""
+    assert isinstance(model.cache.engine, FakeEngine)
+    model.cache.engine.decoded.clear()
+    model.read([*steps], is_shared=is_shared)
+    slots = [row.slot for row in model.cache.engine.decoded]
+    return [slots.count(step.sequence.slot) for step in steps]
+
+
 def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
     pair = FakePair(blend=0.0)
     pair.submit([1, 2, 3], max_tokens=30)
@@ -38,15 +47,15 @@ def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
 
 def test_read_gives_the_rows_of_each_sequence_shortest_draft_prefill_first() -> None:
     model, steps = model_and_steps(3, 20)
-    assert model.read(steps).n_read == [3, 5]
-    assert [model.read(steps[1:]).n_read for _ in range(3)] == [[8], [7], [0]]
+    assert rows_read(model, *steps) == [3, 5]
+    assert [rows_read(model, steps[1]) for _ in range(3)] == [[8], [7], [0]]
 
 
 def test_a_pass_that_others_wait_for_reads_at_most_16_tokens() -> None:
     model, [step] = model_and_steps(32, max_rows=64)
-    assert [model.read([step], is_shared=True).n_read for _ in range(3)] == [[16], [16], [0]]
+    assert [rows_read(model, step, is_shared=True) for _ in range(3)] == [[16], [16], [0]]
     model, [step] = model_and_steps(64, max_rows=64)
-    assert model.read([step]).n_read == [64]
+    assert rows_read(model, step) == [64]
 
 
 def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
@@ -55,18 +64,18 @@ def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slo
     told, read = [], []
     for token in range(12):
         told.append(model.draft_prefill(step))
-        read += model.read([step]).n_read
-        step.add(Draft(token, None, "lookup", 0.9))
+        read += rows_read(model, step)
+        step.drafts.append(Draft(token, None, "lookup", 0.9))
     assert told == read == [6, *[1] * 6, 6, *[1] * 4]
 
 
-@pytest.mark.parametrize(("length", "read"), [(40, 40), (64, 64), (80, 64), (500, 64)])
-def test_of_a_long_sequence_the_model_reads_the_last_tokens(length: int, read: int) -> None:
+def test_of_a_long_sequence_the_model_reads_the_last_tokens() -> None:
     """The window is 64 tokens."""
-    model, [step] = model_and_steps(length, max_rows=64)
-    assert model.draft_prefill(step) == read
-    assert model.read([step]).n_read == [read]
-    assert model.cache.start(0) == length - read
+    for length, read in ((40, 40), (64, 64), (80, 64), (500, 64)):
+        model, [step] = model_and_steps(length, max_rows=64)
+        assert model.draft_prefill(step) == read
+        assert rows_read(model, step) == [read]
+        assert model.cache.start(0) == length - read
 
 
 def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
@@ -74,36 +83,19 @@ def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     model, [step] = model_and_steps(500, max_rows=64)
     model.read([step])
     for token in range(60):
-        step.add(Draft(token, None, "lookup", 0.9))
+        step.drafts.append(Draft(token, None, "lookup", 0.9))
     assert model.draft_prefill(step) == 60
-    assert model.read([step]).n_read == [60]
+    assert rows_read(model, step) == [60]
     assert model.cache.length(0) == 64 + 60
 
 
 def test_read_gives_logits_after_draft_tokens_of_other_drafters() -> None:
     model, [step] = model_and_steps(4)
-    assert model.read([step]).logits
+    assert model.read([step])
     for tokens in ([5], [6, 7, 8]):
         for token in tokens:
-            step.add(Draft(token, None, "lookup", 0.9))
-        assert model.read([step]).logits
-
-
-def test_a_full_slot_counts_as_a_draft_prefill_and_begins_anew() -> None:
-    pair = FakePair(blend=0.0, window=8, draft_rows=16, draft_context=25, vocabulary=NoEndToken(VOCABULARY))
-    long = pair.submit([1, 2, 3], max_tokens=60)
-    pending = []
-
-    def is_done() -> bool:
-        if long.generated and not long.done:
-            assert pair.drafters.model
-            pending.append(pair.drafters.model.draft_prefill(Step(long, len(long.tokens) - 1, 1)))
-            assert pair.draft_cache.length(long.slot) <= 25
-        return long.done
-
-    pair.run_until(is_done)
-    assert long.stats.drafted > 30
-    assert 8 in pending[1:], "the window"
+            step.drafts.append(Draft(token, None, "lookup", 0.9))
+        assert model.read([step])
 
 
 def test_fixed_mode_drafts_for_a_short_answer_to_a_long_prompt() -> None:
@@ -138,16 +130,16 @@ def test_what_another_slot_holds_of_a_sequence_is_copied_from_the_one_that_holds
     """Sequences 1 and 2 share 140 tokens with sequence 0, and 165 with each other."""
     model, steps = model_and_steps(140, 168, 200, window=256, max_rows=256)
     steps[1].sequence.tokens[165:] = [2] * 3
-    assert model.read(steps[:1]).n_read == [140]
-    assert model.read(steps[1:2]).n_read == [168 - 140]
-    assert model.read(steps[2:]).n_read == [200 - 165]
+    assert rows_read(model, steps[0]) == [140]
+    assert rows_read(model, steps[1]) == [168 - 140]
+    assert rows_read(model, steps[2]) == [200 - 165]
 
 
 def test_no_client_copies_what_another_one_s_slot_holds() -> None:
     model, steps = model_and_steps(40, 40)
     steps[1].sequence.info = RequestInfo(client="other")
     model.cache.claim(1, steps[1].sequence.info.owner)
-    assert [model.read([step]).n_read for step in steps] == [[8], [8]]
+    assert [rows_read(model, step) for step in steps] == [[8], [8]]
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
@@ -173,16 +165,16 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     assert other.stats.drafted_by["model"] > 0
 
 
-@pytest.mark.parametrize("draft_width", [VOCABULARY - 5, VOCABULARY + 5])
-def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens(draft_width: int) -> None:
-    pair = FakePair(draft_width=draft_width, blend=0.5)
+def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens() -> None:
     prompt = [1, 2, VOCABULARY - 2]  # the smaller vocabulary lacks the last token
-    greedy = pair.submit(prompt)
-    sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
-    pair.run()
-    assert greedy.answer == plain_greedy(prompt, 20)
-    assert sampled.stats.drafted > 0
-    assert max(row.token for row in pair.draft.decoded) < draft_width
+    for draft_width in (VOCABULARY - 5, VOCABULARY + 5):
+        pair = FakePair(draft_width=draft_width, blend=0.5)
+        greedy = pair.submit(prompt)
+        sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
+        pair.run()
+        assert greedy.answer == plain_greedy(prompt, 20)
+        assert sampled.stats.drafted > 0
+        assert max(row.token for row in pair.draft.decoded) < draft_width
 
 
 def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_another_slot() -> None:
@@ -207,19 +199,18 @@ def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:
     assert later.stats.drafted > 0
 
 
-@pytest.mark.parametrize("failing_pass", range(8))
-@pytest.mark.parametrize("fault", ["fail_after", "poison_after"])
-def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output(fault: str, failing_pass: int) -> None:
+def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output() -> None:
     """The pass may be a prefill, or draft any token of a round."""
-    pair = FakePair()
     prompt = list(range(12))
-    drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
-    setattr(pair.draft, fault, failing_pass)
-    pair.run()
-    assert getattr(pair.draft, fault) is None, "the fault was not reached"
-    assert drafted.answer == plain_greedy(prompt, 20)
-    assert plain.answer == plain_greedy([4, 5], 20)
-    passes = len(pair.draft.decoded)
-    pair.submit([1, 2])
-    pair.run()
-    assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"
+    for failing_pass, fault in product(range(8), ("fail_after", "poison_after")):
+        pair = FakePair()
+        drafted, plain = pair.submit(prompt), pair.submit([4, 5], gamma=0)
+        setattr(pair.draft, fault, failing_pass)
+        pair.run()
+        assert getattr(pair.draft, fault) is None, "the fault was not reached"
+        assert drafted.answer == plain_greedy(prompt, 20)
+        assert plain.answer == plain_greedy([4, 5], 20)
+        passes = len(pair.draft.decoded)
+        pair.submit([1, 2])
+        pair.run()
+        assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"

@@ -5,6 +5,7 @@ Costs are exact and no time is measured: the tests are about decisions and do no
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 from statistics import mean
 
@@ -74,24 +75,15 @@ def test_drafting_goes_on_where_the_draft_model_begins_anew(kind: str) -> None:
     assert bounded < free + 4 * PassCosts(MACHINES[OWN_KERNELS][1]).seconds(128, 512)
 
 
-@pytest.mark.parametrize("machine", [SLOW, MIDDLE])
-def test_adaptive_does_not_slow_down_concurrent_sequences(machine: str) -> None:
+def test_adaptive_does_not_slow_down_concurrent_sequences() -> None:
     """All arrive at once, so that prefill and decoding overlap most of the time.
 
     The mean waiting time of clients counts, since drafts for one sequence delay the others.
     """
-    for sequences in (4, 8):
+    for machine, sequences in product((SLOW, MIDDLE), (4, 8)):
         recordings = [r for r in read_recordings() if r.temperature == 0][: 3 * sequences : 3]
         plain, adaptive = (
             mean(Simulation(*MACHINES[machine], policy, slots=8, max_wait_seconds=1.0).together(recordings)[0])
             for policy in (PLAIN, ADAPTIVE)
         )
         assert adaptive <= plain / 0.98
-
-
-def test_every_policy_gives_as_many_tokens_as_recorded() -> None:
-    recording = read_recordings()[0]
-    for policy in (PLAIN, ADAPTIVE, SpeculationParams(4)):
-        _, sequence = Simulation(*MACHINES[SLOW], policy).run(recording)
-        assert len(set(sequence.answer)) == len(set(recording.answer))
-        assert sequence.generated == len(recording.answer)

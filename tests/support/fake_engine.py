@@ -77,11 +77,12 @@ class FakeEngine:
         result = []
         for row in rows:
             self.decoded.append(row)
-            context = [*self.cache[row.slot][: row.position], row.token]
+            context = self.cache[row.slot]
             if row.alternative:
+                context = [*context[: row.position], row.token]
                 self.alternatives.setdefault(row.slot, []).append(context)
             else:
-                self.cache[row.slot] = context
+                context.append(row.token)
                 self._cells[row.slot].append(next(self._numbers))
             if row.wants_logits:
                 result.append(self.logits(context))

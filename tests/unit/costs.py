@@ -18,7 +18,7 @@ def table(cost: Callable[[int], float], *, max_rows: int = 32) -> CostTable:
     """A table with an entry for every number of rows, the same at every KV length."""
     rows = tuple(range(1, max_rows + 1))
     seconds = tuple(map(cost, rows))
-    return CostTable(rows, (64, 4096, 16_384), (seconds, seconds, seconds))
+    return CostTable(rows, (64, 16_384), (seconds, seconds))
 
 
 def proportional(seconds: float = 1.0) -> PassCosts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.sampling.distribution import draw
+from enumeration import Rule
+from specserve.sampling.distribution import FloatArray, draw
 from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, Verdict, recover
 
@@ -17,37 +19,25 @@ def noise(kind: type[Noise] = Noise, **keys: int) -> Noise:
     return kind(**({"secret": 0, "round_number": 0, "seed": 0, "choice": 0, "position": 0} | keys))
 
 
-def recovers_from_p(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
-    """WRONG: after a rejection the next token comes from p instead of the residual."""
-    for i, x in enumerate(drafts):
-        if noise.uniform(Purpose.ACCEPT, i) * q[i][x] >= p[i][x]:
-            return Verdict(i, draw(p[i], noise.uniform(Purpose.RECOVER, i)))
-    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+def _by_token(
+    *,
+    accepts: Callable[[FloatArray, FloatArray, int, Callable[[Purpose], float]], bool] = (
+        lambda p, q, x, number: bool(number(Purpose.ACCEPT) * q[x] < p[x])
+    ),
+    recovers: Callable[[FloatArray, FloatArray, Callable[[Purpose], float]], int] = (
+        lambda p, q, number: recover(p, q, number(Purpose.RECOVER))
+    ),
+) -> Rule:
+    """Token verification, reimplemented with one part wrong."""
 
+    def rule(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
+        for i, x in enumerate(drafts):
+            number = partial(noise.uniform, index=i)
+            if not accepts(p[i], q[i], x, number):
+                return Verdict(i, recovers(p[i], q[i], number))
+        return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
-def recovers_with_the_accept_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
-    """WRONG: the number that rejected a draft also samples the recovered token."""
-    for i, x in enumerate(drafts):
-        uniform = noise.uniform(Purpose.ACCEPT, i)
-        if uniform * q[i][x] >= p[i][x]:
-            return Verdict(i, recover(p[i], q[i], uniform))
-    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
-
-
-def accepts_with_the_draft_number(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
-    """WRONG: a draft is accepted or rejected by the number that sampled it."""
-    for i, x in enumerate(drafts):
-        if noise.uniform(Purpose.DRAFT, i) * q[i][x] >= p[i][x]:
-            return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
-    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
-
-
-def accepts_likely_drafts(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
-    """WRONG: every draft with p(x) of at least 0.1 is accepted ("typical acceptance")."""
-    for i, x in enumerate(drafts):
-        if p[i][x] < 0.1:
-            return Verdict(i, recover(p[i], q[i], noise.uniform(Purpose.RECOVER, i)))
-    return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
+    return rule
 
 
 def _wrong_block(
@@ -78,23 +68,21 @@ def _wrong_block(
     return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighted else 1.0))
 
 
-def ends_block_by_weight_at_every_draft(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise
-) -> Verdict:
-    """WRONG: a block may end after any draft with probability w, which is right for the last draft only."""
-    return _wrong_block(p, q, drafts, noise, last_rule_everywhere=True)
-
-
-def recovers_from_the_unweighted_residual(
-    p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise
-) -> Verdict:
-    """WRONG: after a rejection the residual is that of p and q instead of w p and q."""
-    return _wrong_block(p, q, drafts, noise, weighted=False)
-
-
-# Wrong only in rounds of two or more drafts.
-WRONG_BLOCK_RULES = [ends_block_by_weight_at_every_draft, recovers_from_the_unweighted_residual]
-WRONG_RULES = [recovers_from_p, recovers_with_the_accept_number, accepts_with_the_draft_number, accepts_likely_drafts]
+WRONG_RULES: dict[str, Rule] = {
+    "recovers from p": _by_token(recovers=lambda p, _q, number: draw(p, number(Purpose.RECOVER))),
+    "recovers with the number that rejected": _by_token(
+        recovers=lambda p, q, number: recover(p, q, number(Purpose.ACCEPT))
+    ),
+    "accepts with the number that drew the draft": _by_token(
+        accepts=lambda p, q, x, number: bool(number(Purpose.DRAFT) * q[x] < p[x])
+    ),
+    "accepts every draft of .1 or more, as typical acceptance": _by_token(
+        accepts=lambda p, _q, x, _number: bool(p[x] >= 0.1)
+    ),
+    # Wrong only in rounds of two or more drafts.
+    "ends a block by w at every draft, which is right for the last": partial(_wrong_block, last_rule_everywhere=True),
+    "recovers from the residual of p and q instead of w p and q": partial(_wrong_block, weighted=False),
+}
 
 
 class KeyedByPosition(Noise):
@@ -105,7 +93,6 @@ class KeyedByPosition(Noise):
         super().__init__(secret=secret, round_number=0, seed=seed, choice=choice, position=position)
 
     def uniform(self, purpose: Purpose, index: int) -> float:
-        """The number of the position `index` tokens after the start of the round."""
         return super().uniform(purpose, self._position + index)
 
 
@@ -113,16 +100,14 @@ class UniformRace(Noise):
     """WRONG for coupled verification: the race uses uniform instead of exponential numbers."""
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Uniform numbers."""
         numbers: NDArray[np.float64] = -np.expm1(-super().exponentials(index, part, count))
         return numbers
 
 
 class CoarseRace(Noise):
-    """WRONG for coupled verification: numbers of low precision, some of which are exactly 0."""
+    """WRONG for coupled verification: numbers are multiples of 1 / 1024, some exactly 0."""
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Multiples of 1 / 1024."""
         return np.floor(super().exponentials(index, part, count) * 1024) / 1024
 
 

@@ -58,10 +58,12 @@ def equal_but_for_rounding(actual: FloatArray, expected: FloatArray) -> bool:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(logits(), sampling_params)
 def test_distribution_equals_its_definition(row: FloatArray, sampling: SamplingParams) -> None:
+    before = row.copy()
     p = to_distribution(row, sampling)
+    assert (row == before).all()
     assert p.sum() == pytest.approx(1)
     assert equal_but_for_rounding(p, reference_distribution(row, sampling))
 
@@ -77,14 +79,10 @@ def test_distribution_equals_its_definition_on_a_wide_vocabulary() -> None:
         np.testing.assert_allclose(to_distribution(row, sampling), reference_distribution(row, sampling), atol=1e-12)
 
 
-def test_temperature_0_is_one_hot_at_the_first_largest_logit() -> None:
+def test_temperature_0_and_top_k_1_are_one_hot_at_the_first_largest_logit() -> None:
     row = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
-    assert to_distribution(row, SamplingParams(temperature=0)).tolist() == [0, 1, 0, 0]
-
-
-def test_top_k_1_is_greedy() -> None:
-    row = np.array([1.0, 3.0, 3.0, 2.0])
-    assert to_distribution(row, SamplingParams(top_k=1)).tolist() == [0, 1, 0, 0]
+    for sampling in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
+        assert to_distribution(row, sampling).tolist() == [0, 1, 0, 0]
 
 
 def test_argmax_of_a_largest_logit_that_is_not_finite_is_an_error() -> None:
@@ -93,7 +91,7 @@ def test_argmax_of_a_largest_logit_that_is_not_finite_is_an_error() -> None:
             argmax(row)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(logits())
 def test_confidence_is_the_largest_probability_up_to_the_tail(row: FloatArray) -> None:
     exact = to_distribution(row, SamplingParams())[argmax(row)]
@@ -106,13 +104,7 @@ def test_confidence_is_1_when_only_one_token_is_possible() -> None:
     assert confidence(row) == 1
 
 
-def test_to_distribution_does_not_change_the_logits() -> None:
-    row = np.array([1.0, 3.0, 2.0])
-    to_distribution(row, SamplingParams(temperature=0.5, top_k=2))
-    assert row.tolist() == [1, 3, 2]
-
-
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(arrays(np.float64, st.integers(1, 400), elements=st.one_of(st.just(0.0), st.floats(1e-6, 1))).filter(np.any))
 def test_draw_maps_each_tokens_interval_to_it_and_never_gives_weight_0(weights: FloatArray) -> None:
     cumulative = np.cumsum(weights) / weights.sum()

@@ -36,7 +36,7 @@ def reference_logits(
     return processed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(-5, 5), min_size=VOCABULARY, max_size=VOCABULARY),
     st.builds(
@@ -79,22 +79,19 @@ def test_tokens_that_a_request_forbids_have_probability_0() -> None:
 
     everything = list(range(VOCABULARY))
     assert possible([], allowed_tokens=(2, 5)) == [2, 5]
-    assert possible([3, 4], bad_words=((3, 4, 6), (7,))) == [0, 1, 2, 3, 4, 5]
-    assert possible([4], bad_words=((3, 4, 6), (1, 4, 6))) == everything
     early = {"min_tokens": 2, "end_tokens": (0, 7)}
     assert possible([3], **early) == [1, 2, 3, 4, 5, 6]
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
     assert possible([3], allowed_tokens=(7,), **early) == [7]
     with pytest.raises(NoTokenError):
-        possible([], allowed_tokens=(7,), bad_words=((7,),))
+        possible([], allowed_tokens=(7,), logit_bias=((7, -np.inf),))
 
 
-@pytest.mark.parametrize("speculation", [SpeculationParams(), SpeculationParams(mode="off")])
-def test_a_grammar_and_biases_that_leave_no_token_say_so(speculation: SpeculationParams) -> None:
+def test_a_grammar_and_biases_that_leave_no_token_say_so() -> None:
     odd = tuple((token, -np.inf) for token in (1, 3, 5, 7))
     grammar = Alternating(VOCABULARY)
-    sequence = Sequence([1], SamplingParams(logit_bias=odd), speculation, max_tokens=9, constraint=grammar)
+    sequence = Sequence([1], SamplingParams(logit_bias=odd), SpeculationParams(), max_tokens=9, constraint=grammar)
     logits = np.arange(VOCABULARY, dtype=np.float32)
     assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [0, 2, 4, 6]
     with pytest.raises(NoTokenError):

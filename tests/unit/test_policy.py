@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -13,14 +14,7 @@ from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
-from specserve.speculation.policy import (
-    Balance,
-    Candidate,
-    Controller,
-    Prices,
-    choose_for_model,
-    rows_worth_adding,
-)
+from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model, rows_worth_adding
 from specserve.speculation.step import Draft, Step
 
 MAX_DRAFTS = 9
@@ -30,8 +24,8 @@ probabilities = st.floats(0.01, 0.99)
 curves = st.lists(st.floats(0.01, 10.0), min_size=50, max_size=50).map(sorted)
 
 
-def prices_of(target: list[float], draft: list[float]) -> Prices:
-    return Prices(lambda rows: target[rows], lambda rows: draft[rows] if rows else 0.0)
+def prices_of(target: list[float], draft: list[float], rows: int = 1) -> Prices:
+    return Prices(lambda rows: target[rows], lambda rows: draft[rows] if rows else 0.0, rows)
 
 
 def sequence(mode: SpeculationMode = "auto", *, max_tokens: int = 100, generated: int = 0, gamma: int = 8) -> Sequence:
@@ -56,19 +50,6 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
-@given(
-    candidate=st.builds(
-        Candidate, probabilities, probabilities, st.integers(0, MAX_DRAFTS), st.floats(0, 2), st.just(False)
-    ),
-    prices=st.builds(prices_of, curves, curves),
-)
-def test_the_model_drafts_for_one_sequence_iff_some_length_gains(candidate: Candidate, prices: Prices) -> None:
-    chosen, gain = choose_for_model([candidate], 1, prices)
-    best = max(gain_of([(candidate, gamma)], 1, prices) for gamma in range(candidate.limit + 1))
-    assert gain == pytest.approx(best, abs=1e-9)
-    assert bool(chosen) == (best > 0) or abs(best) < 1e-9
-
-
 @given(acceptance=probabilities, target=curves, draft=st.floats(0.01, 10))
 def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: list[float], draft: float) -> None:
     """The break-even rate is the largest tokens per second of a round, over all draft lengths (renewal reward)."""
@@ -79,7 +60,7 @@ def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: l
     candidate = Candidate(1.0, acceptance, MAX_DRAFTS)
     for rate, pays in ((max(rates) * 0.999, True), (max(rates) * 1.001, False)):
         prices = Prices(lambda rows, rate=rate: rate * target[rows], lambda rows, rate=rate: rate * draft * (rows > 0))  # type: ignore[misc] # the defaults bind
-        _, gain = choose_for_model([candidate], 1, prices)
+        _, gain = choose_for_model([candidate], prices)
         assert (gain + 1 - rate * target[1] > 0) is pays
 
 
@@ -87,49 +68,52 @@ def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: l
     reached=st.lists(probabilities, min_size=1, max_size=4),
     acceptance=probabilities,
     most=st.integers(1, 4),
+    draft_prefill=st.floats(0, 2),
     prices=st.builds(prices_of, curves, curves),
 )
 def test_the_best_choice_of_sequences_is_found(
-    reached: list[float], acceptance: float, most: int, prices: Prices
+    reached: list[float], acceptance: float, most: int, draft_prefill: float, prices: Prices
 ) -> None:
     """Brute force over every subset and every common number of further drafts."""
-    candidates = [Candidate(probability, acceptance, most) for probability in reached]
+    candidates = [Candidate(probability, acceptance, most, draft_prefill) for probability in reached]
     best = max(
         gain_of([(candidate, gamma) for candidate in chosen], len(candidates), prices)
         for count in range(len(candidates) + 1)
         for chosen in combinations(candidates, count)
         for gamma in range(1, most + 1)
     )
-    assert choose_for_model(candidates, len(candidates), prices)[1] == pytest.approx(max(0.0, best), abs=1e-9)
+    chosen, gain = choose_for_model(candidates, replace(prices, rows=len(candidates)))
+    assert gain == pytest.approx(max(0.0, best), abs=1e-9)
+    assert bool(chosen) == (best > 0) or abs(best) < 1e-9
 
 
 def test_a_full_sequence_is_skipped_and_costs_nothing() -> None:
     full, other = Candidate(1.0, 0.99, 0, 9.0), Candidate(0.9, 0.9, 4)
-    prices = Prices(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows)
-    assert choose_for_model([full, other], 5, prices) == ([1], choose_for_model([other], 5, prices)[1])
+    prices = Prices(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, rows=5)
+    assert choose_for_model([full, other], prices) == ([1], choose_for_model([other], prices)[1])
 
 
 def test_a_draft_prefill_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
-    prices = Prices(lambda rows: 2 + 0.06 * rows, lambda rows: 0.26 + 0.016 * rows if rows else 0.0)
+    prices = Prices(lambda rows: 2 + 0.06 * rows, lambda rows: 0.26 + 0.016 * rows if rows else 0.0, rows=2)
     short_answer, long_answer = Candidate(1.0, 0.65, MAX_DRAFTS, 2.7), Candidate(1.0, 0.64, MAX_DRAFTS, 0.1)
-    assert choose_for_model([short_answer, long_answer], 2, prices)[0] == [1]
-    assert choose_for_model([short_answer], 2, prices)[0] == []
+    assert choose_for_model([short_answer, long_answer], prices)[0] == [1]
+    assert choose_for_model([short_answer], prices)[0] == []
 
 
 def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() -> None:
     """A pass of the draft model costs a token whatever it reads; alone, no draft is worth that."""
-    prices = Prices(lambda rows: 1.0 + 0.1 * rows, lambda rows: float(rows > 0))
+    prices = Prices(lambda rows: 1.0 + 0.1 * rows, lambda rows: float(rows > 0), rows=2)
     weighed, certain = Candidate(1.0, 0.6, 1), Candidate(1.0, 0.1, 4, is_certain=True)
-    assert choose_for_model([weighed], 1, prices)[0] == []
-    assert choose_for_model([weighed, certain], 2, prices)[0] == [1, 0]
-    assert choose_for_model([certain], 2, prices) == ([0], 0.0)
+    assert choose_for_model([weighed], prices)[0] == []
+    assert choose_for_model([weighed, certain], prices)[0] == [1, 0]
+    assert choose_for_model([certain], prices) == ([0], 0.0)
 
 
 def test_rows_are_worth_adding_only_if_some_number_of_them_is() -> None:
     """After 1 row 2 to 4 cost .7 more; three likely drafts bring 2.85 tokens, one brings less than .7."""
     for value, length in ((4.0, 3), (4.1, 0)):
-        assert rows_worth_adding([0.95] * 3, 1, Prices(lambda rows, v=value: v * STAIRS[rows], float))[0] == length  # type: ignore[misc] # the default binds
-    assert rows_worth_adding([0.65], 1, prices_of(STAIRS, STAIRS)) == (0, 0.0)
+        assert rows_worth_adding([0.95] * 3, Prices(lambda rows, v=value: v * STAIRS[rows], float))[0] == length  # type: ignore[misc] # the default binds
+    assert rows_worth_adding([0.65], prices_of(STAIRS, STAIRS)) == (0, 0.0)
 
 
 # Proposals
@@ -139,8 +123,8 @@ def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
     step = Step(sequence(), 0, 1, 8)
-    step.add(Draft(1, None, "model", reached, reached))
-    return controller().proposal_length(step, probabilities, by_model, 1, prices)
+    step.drafts.append(Draft(1, None, "model", reached, reached))
+    return controller().proposal_length(step, probabilities, by_model, prices)
 
 
 @given(accepted=st.lists(probabilities, max_size=MAX_DRAFTS), reached=probabilities, target=curves)
@@ -171,19 +155,19 @@ def test_unlikely_tokens_at_the_end_of_an_offer_do_not_keep_a_likely_one_from_be
 
 def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_get_right() -> None:
     step, prices = Step(sequence("fixed"), 0, 1, 8), prices_of([float(rows) for rows in range(50)], STAIRS)
-    assert controller().proposal_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), 1, prices) == 2
-    assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, 1, prices) == 3
+    assert controller().proposal_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), prices) == 2
+    assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
 
 
 # What a round begins with
 
 
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
-    dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS), prices_of([1.0] * 50, [0.0] * 50)
-    model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)])
+    dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
+    model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
     for prices, asked, by_model in ((dear, [1], [1]), (cheap, [0, 1], [0, 1]), (model_dear, [0, 1], [1])):
         steps = [Step(sequence("auto"), 0, 1, 4), Step(sequence("fixed"), 0, 1, 4), Step(sequence("off"), 0, 1, 0)]
-        found = controller().begin_round(steps, 3, prices)
+        found = controller().begin_round(steps, prices)
         assert found == [steps[index] for index in asked]
         assert [index for index in (0, 1) if not steps[index].model_ended] == by_model
 
@@ -195,12 +179,8 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
     for max_wait, expected in {math.inf: [5, 8, 0], 2.01: [4, 4, 0], 0.51: [1, 1, 0], 0.0: [0, 0, 0]}.items():
         found = own.max_drafts(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
         assert found == expected
-
-
-def test_where_sequences_have_outgrown_their_promises_nothing_is_drafted() -> None:
-    for max_wait in (math.inf, 0.1):
-        found = controller().max_drafts([sequence()], max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
-        assert found == [0]
+        # They have outgrown what they were promised.
+        assert own.max_drafts(sequences, max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
 
 
 # The value of time, and the budget of losses
@@ -266,17 +246,12 @@ def test_a_draft_prefill_is_spread_over_the_tokens_that_follow_in_nine_of_ten_an
         own.forget(sequence(generated=length, max_tokens=1000))
     spread = {n: round(tokens_that_share(own, sequence(generated=n, max_tokens=1000))) for n in (1, 4, 5, 20)}
     assert spread == {1: 4, 4: 1, 5: 395, 20: 380}
-    prices = own.prices([sequence()], 0, 0)
-    candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, prices)
+    candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, own.prices([sequence()], 0, 0))
     assert candidate
     assert candidate.draft_prefill == 0
-
-
-def test_answers_that_were_cut_off_would_have_gone_on() -> None:
-    own = controller()
     for _ in range(200):
         own.forget(sequence(generated=5, max_tokens=5))
-    assert tokens_that_share(own, sequence(generated=2)) == pytest.approx(98)
+    assert tokens_that_share(own, sequence(generated=2)) == pytest.approx(98), "those that were cut off would go on"
 
 
 def test_answers_that_follow_a_grammar_have_lengths_of_their_own() -> None:
@@ -313,7 +288,7 @@ def test_what_is_drafted_depends_on_what_passes_cost_at_that_length() -> None:
         own = Controller(FixedCost(CostTable((1, 8, 16), (64, 16_384), (short, far))), None)
         step = Step(sequence(gamma=15), 0, 1, 15)
         lengths[name] = [
-            own.proposal_length(step, [0.6] * 12, None, 1, own.prices([sequence()], kv_len, 64))
+            own.proposal_length(step, [0.6] * 12, None, own.prices([sequence()], kv_len, 64))
             for kv_len in (64, 4096, 8192, 16_384)
         ]
     assert lengths["usual"] == sorted(lengths["usual"], reverse=True)
@@ -327,7 +302,7 @@ def test_the_draft_models_own_context_counts_and_not_the_targets() -> None:
     target = FixedCost(CostTable((1, 8), (64, 16_384), ((0.036, 0.043), (0.056, 0.071))))
     draft = FixedCost(CostTable((1, 8), (64, 16_384), ((0.008, 0.011), (0.06, 0.08))))
     gains = [
-        choose_for_model([Candidate(1.0, 0.7, 8)], 1, Controller(target, draft).prices([sequence()], 16_384, kv_len))[1]
+        choose_for_model([Candidate(1.0, 0.7, 8)], Controller(target, draft).prices([sequence()], 16_384, kv_len))[1]
         for kv_len in (64, 16_384)
     ]
     assert gains[0] > 0.3

@@ -6,25 +6,18 @@ Statistical tests run on fixed seeds; their false-alarm rate is the share of see
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from enumeration import Rule, distance, expected_acceptance, joint_by_rounds, joint_by_sampling, random_table
-from rules import (
-    WRONG_BLOCK_RULES,
-    WRONG_RULES,
-    CoarseRace,
-    SameAtEveryPosition,
-    UniformRace,
-    noise,
-)
+from rules import WRONG_RULES, CoarseRace, SameAtEveryPosition, UniformRace, noise
 from specserve.sampling.distribution import FloatArray, draw, race
 from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import (
@@ -41,12 +34,6 @@ FALSE_ALARM = 1e-4
 DRAWING_RULES = [verify_token, verify_block]
 
 
-def weights(size: int) -> st.SearchStrategy[FloatArray]:
-    """Distributions, including zeros and very uneven ones."""
-    elements = st.one_of(st.just(0.0), st.floats(1e-9, 1.0))
-    return arrays(np.float64, size, elements=elements).filter(np.any).map(lambda row: row / row.sum())
-
-
 def softmax(logits: FloatArray) -> FloatArray:
     """Rows of probabilities along the last axis."""
     exponentials: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -57,20 +44,9 @@ def softmax(logits: FloatArray) -> FloatArray:
 # Exact
 
 
-@pytest.mark.slow
-@settings(max_examples=500, deadline=None)
-@given(st.integers(2, 50).flatmap(lambda size: st.tuples(weights(size), weights(size))))
-def test_accepted_and_recovered_tokens_are_distributed_as_p(rows: tuple[FloatArray, FloatArray]) -> None:
-    p, q = rows
-    accepted = np.minimum(p, q)  # q(x) times min(1, p(x) / q(x))
-    rest = residual(p, q)
-    recovered = rest / rest.sum() if rest.any() else p
-    np.testing.assert_allclose(accepted + (1 - accepted.sum()) * recovered, p, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_joint_distribution_of_a_round_is_the_targets(rule: Rule) -> None:
-    for seed, (vocabulary, gamma) in product(range(2), [(2, 1), (2, 3), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3)]):
+    for seed, (vocabulary, gamma) in product(range(2), [(2, 1), (2, 3), (3, 2), (4, 2), (3, 3)]):
         rng = np.random.default_rng([seed, vocabulary, gamma])
         p, q = (random_table(rng, vocabulary, gamma + 1) for _ in "pq")
         joint = joint_by_rounds(rule, p, q, length=gamma + 1, gamma=gamma, rounds=1)
@@ -78,11 +54,8 @@ def test_joint_distribution_of_a_round_is_the_targets(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", DRAWING_RULES)
-@pytest.mark.parametrize(("vocabulary", "length", "gamma"), [(2, 4, 3), (3, 3, 2)])
-def test_joint_distribution_of_rounds_is_the_targets_for_any_stopping_time(
-    rule: Rule, vocabulary: int, length: int, gamma: int
-) -> None:
-    for seed in range(3):
+def test_joint_distribution_of_rounds_is_the_targets_for_any_stopping_time(rule: Rule) -> None:
+    for (vocabulary, length, gamma), seed in product([(2, 4, 3), (3, 3, 2)], range(3)):
         rng = np.random.default_rng([seed, vocabulary, length])
         p, q = (random_table(rng, vocabulary, length + gamma) for _ in "pq")
         prefixes = (drafts for n in range(gamma) for drafts in itertools.product(range(vocabulary), repeat=n))
@@ -91,17 +64,17 @@ def test_joint_distribution_of_rounds_is_the_targets_for_any_stopping_time(
         assert distance(joint, joint_by_sampling(p, vocabulary, length)) < 1e-12
 
 
-@pytest.mark.parametrize("wrong", [*WRONG_RULES, *WRONG_BLOCK_RULES])
-def test_enumeration_rejects_a_wrong_rule(wrong: Rule) -> None:
+@pytest.mark.parametrize("wrong", WRONG_RULES)
+def test_enumeration_rejects_a_wrong_rule(wrong: str) -> None:
     rng = np.random.default_rng(7)
     tables = [(random_table(rng, 4, 3), random_table(rng, 4, 3)) for _ in range(3)]
-    pairs = [(joint_by_rounds(wrong, p, q, length=3, gamma=2, rounds=1), joint_by_sampling(p, 4, 3)) for p, q in tables]
-    assert max(distance(joint, correct) for joint, correct in pairs) > 1e-3
+    joints = [joint_by_rounds(WRONG_RULES[wrong], p, q, length=3, gamma=2, rounds=1) for p, q in tables]
+    pairs = zip(joints, tables, strict=True)
+    assert max(distance(joint, joint_by_sampling(p, 4, 3)) for joint, (p, _) in pairs) > 1e-3
 
 
-@pytest.mark.slow
 def test_block_accepts_at_least_as_much_as_token() -> None:
-    for seed in range(8):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         p, q = (random_table(rng, 3, 4) for _ in "pq")
         token, block = (expected_acceptance(rule, p, q, 3) for rule in DRAWING_RULES)
@@ -172,56 +145,6 @@ def test_draft_is_always_accepted_when_q_equals_p(rule: Rule) -> None:
         assert rule(rows, rows[:3], drafts, numbers).n_accepted == 3
 
 
-# Statistical
-
-
-def adversarial_pair() -> tuple[FloatArray, FloatArray]:
-    """Sixteen tokens and a draft with negated logits."""
-    logits = np.random.default_rng(3).normal(size=16)
-    return softmax(logits), softmax(-logits)
-
-
-def chain(rule: Rule, p: FloatArray, q: FloatArray, secret: int, *, length: int, gamma: int) -> list[int]:
-    """An output of a Markov chain p with drafts from a Markov chain q, in as many rounds as it takes."""
-    tokens = [0]
-    for round_number in itertools.count():
-        if len(tokens) > length:
-            break
-        numbers = noise(secret=secret, round_number=round_number)
-        drafts: list[int] = []
-        for i in range(gamma):
-            drafts.append(draw(q[[*tokens, *drafts][-1]], numbers.uniform(Purpose.DRAFT, i)))
-        contexts = [tokens[-1], *drafts]
-        n_accepted, token = rule([p[c] for c in contexts], [q[c] for c in contexts[:-1]], drafts, numbers)
-        tokens += [*drafts[:n_accepted], token]
-    return tokens[1 : length + 1]
-
-
-def position_pvalues(rule: Rule, trials: int) -> list[float]:
-    """The chi-square p-value of each of five positions, decoded in two to five rounds."""
-    rng = np.random.default_rng(11)
-    p, q = softmax(1.5 * rng.normal(size=(4, 4))), softmax(1.5 * rng.normal(size=(4, 4)))
-    outputs = np.array([chain(rule, p, q, trial, length=5, gamma=3) for trial in range(trials)])
-    marginal = np.eye(4)[0]
-    pvalues = []
-    for position in range(5):
-        marginal = marginal @ p
-        pvalues.append(stats.chisquare(np.bincount(outputs[:, position], minlength=4), marginal * trials).pvalue)
-    return pvalues
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", DRAWING_RULES)
-def test_every_position_over_several_rounds_has_the_targets_distribution(rule: Rule) -> None:
-    """Five tests: Bonferroni keeps their common false-alarm rate at FALSE_ALARM."""
-    assert min(position_pvalues(rule, 20_000)) > FALSE_ALARM / 5
-
-
-@pytest.mark.parametrize("wrong", WRONG_RULES)
-def test_position_test_rejects_a_wrong_rule(wrong: Rule) -> None:
-    assert min(position_pvalues(wrong, 5_000)) < FALSE_ALARM / 5
-
-
 # Coupled verification
 
 
@@ -230,56 +153,41 @@ def coupled_token(row: FloatArray, seed: int, position: int = 0, kind: type[Nois
     return verify_coupled([row], [], [], noise(kind, seed=seed, position=position)).next_token
 
 
-def narrow_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
+def narrow_pvalue(kind: type[Noise] = Noise) -> float:
     """The chi-square p-value of coupled tokens over a vocabulary of sixteen."""
-    p, _ = adversarial_pair()
-    counts = np.bincount([coupled_token(p, seed, kind=kind) for seed in range(trials)], minlength=16)
-    return float(stats.chisquare(counts, p * trials).pvalue)
+    p = softmax(np.random.default_rng(3).normal(size=16))
+    counts = np.bincount([coupled_token(p, seed, kind=kind) for seed in range(10_000)], minlength=16)
+    return float(stats.chisquare(counts, p * 10_000).pvalue)
 
 
-def wide_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
+def wide_pvalue(kind: type[Noise] = Noise) -> float:
     """The chi-square p-value where 60,000 rare tokens, which zeros in the noise favour, have half the probability."""
-    row = np.full(60_016, 0.5 / 60_000)
+    trials, row = 6_000, np.full(60_016, 0.5 / 60_000)
     row[:16] = 0.5 / 16
     tokens = np.array([coupled_token(row.astype(np.float32), seed, kind=kind) for seed in range(trials)])
     counts = np.append(np.bincount(tokens[tokens < 16], minlength=16), np.count_nonzero(tokens >= 16))
     return float(stats.chisquare(counts, np.append(np.full(16, 0.5 / 16), 0.5) * trials).pvalue)
 
 
-@pytest.mark.slow
-def test_coupled_token_is_distributed_as_p() -> None:
-    assert narrow_pvalue(50_000) > FALSE_ALARM
-
-
-def test_coupled_token_is_distributed_as_p_over_a_wide_vocabulary() -> None:
-    assert wide_pvalue(20_000) > FALSE_ALARM
-
-
-def test_narrow_test_rejects_a_race_with_uniform_numbers() -> None:
-    assert narrow_pvalue(10_000, UniformRace) < FALSE_ALARM
-
-
-def test_wide_test_rejects_a_race_with_coarse_numbers() -> None:
-    """Ten bits give enough zeros for 20,000 trials to detect; single precision gives fewer."""
-    assert wide_pvalue(20_000, CoarseRace) < FALSE_ALARM
-
-
-def independence_pvalue(trials: int, kind: type[Noise] = Noise) -> float:
+def independence_pvalue(kind: type[Noise] = Noise) -> float:
     """The p-value of a contingency table of the tokens at two positions."""
     p = softmax(np.random.default_rng(1).normal(size=4))
     table = np.zeros((4, 4))
-    for seed in range(trials):
+    for seed in range(5_000):
         table[coupled_token(p, seed, 0, kind), coupled_token(p, seed, 1, kind)] += 1
     return float(stats.chi2_contingency(table).pvalue)
 
 
-@pytest.mark.slow
-def test_coupled_tokens_at_different_positions_are_independent() -> None:
-    assert independence_pvalue(20_000) > FALSE_ALARM
-
-
-def test_independence_test_rejects_noise_shared_by_positions() -> None:
-    assert independence_pvalue(2_000, SameAtEveryPosition) < FALSE_ALARM
+@pytest.mark.parametrize(
+    ("pvalue", "wrong"),
+    # Ten bits give enough zeros for 6,000 trials to detect; single precision gives fewer.
+    [(narrow_pvalue, UniformRace), (wide_pvalue, CoarseRace), (independence_pvalue, SameAtEveryPosition)],
+)
+def test_coupled_tokens_are_distributed_as_p_and_independent(
+    pvalue: Callable[[type[Noise]], float], wrong: type[Noise]
+) -> None:
+    assert pvalue(Noise) > FALSE_ALARM
+    assert pvalue(wrong) < FALSE_ALARM
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 7), max_size=6))

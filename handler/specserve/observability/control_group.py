@@ -18,10 +18,8 @@ _WINDOW = 20_000
 
 
 class Speedup(NamedTuple):
-    """Plain seconds per token over those with speculation, and the bounds of the 95 % confidence interval."""
-
-    value: float
-    low: float
+    value: float  # plain seconds per token over those with speculation
+    low: float  # the bounds of the 95 % confidence interval
     high: float
 
 
@@ -48,16 +46,15 @@ class Holdback:
         self._recent.clear()
 
     def draw(self) -> bool:
-        """Return whether the next request is in the control group; safe in any thread."""
+        """Whether the next request is in the control group; safe in any thread."""
         return self._random.random() < self._share
 
     def observe(self, tpot: float, *, plain: bool) -> None:
-        """Add a sequence of `tpot` seconds per token."""
         if self._share:
             self._recent.append((plain, math.log(tpot)))
 
     def speedup(self) -> Speedup | None:
-        """Return the estimate; None while a group is too small."""
+        """The estimate; None while a group is too small."""
         groups = [np.array([log for plain, log in self._recent if plain is group]) for group in (True, False)]
         if min(map(len, groups)) < _MIN_SEQUENCES:
             return None

@@ -20,8 +20,6 @@ _INTERVAL = 2.0
 
 
 class Metric(NamedTuple):
-    """A metric's kind, name and label names."""
-
     kind: Kind
     name: str
     labels: tuple[str, ...]
@@ -39,7 +37,6 @@ Send = Callable[[Metric, tuple[str, ...], float], None]
 
 
 def _metric(kind: Kind, name: str, *labels: str) -> Metric:
-    """Make a metric with these labels after those of `Served`."""
     return Metric(kind, f"specserve_{name}", (*Served._fields, *labels))
 
 
@@ -92,7 +89,6 @@ class Metrics:
         self._rounds_without_drafts: dict[tuple[str, int], int] = {}
 
     def round(self, step: Step) -> None:
-        """Count a round's time and tokens, and its drafts if it decoded."""
         info = step.sequence.info
         family = self.family(info.family)
         self._count(DRAFT_SECONDS, step.seconds.draft, family)
@@ -115,7 +111,6 @@ class Metrics:
             self._count(PAUSED, without == _PAUSE_ROUNDS, family)
 
     def end(self, record: EndRecord) -> None:
-        """Count a sequence and its times."""
         family, group = self.family(record.info.family), record.info.group
         self._rounds_without_drafts.pop((record.info.request, record.choice), None)
         self._count(SEQUENCES, 1, family, group, record.reason)
@@ -131,7 +126,7 @@ class Metrics:
                 self._holdback.observe(record.tpot, plain=group == "holdback")
 
     def family(self, name: str) -> str:
-        """Return the label of a prompt family; their number is bounded."""
+        """The label of a prompt family; their number is bounded."""
         if name in {"", "other"}:
             return name or "none"
         if name not in self._families and len(self._families) >= _MAX_FAMILIES:

@@ -19,31 +19,18 @@ def family_label(name: str) -> str:
 
 
 class EndRecord(NamedTuple):
-    """A sequence that finished, failed, or was cancelled by its client.
-
-    Args:
-        info: the request's labels.
-        choice: the index of the sequence in its request.
-        reason: `stop`, `length`, `error` or `cancelled`.
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: those of them that needed no prefill.
-        tokens: output tokens.
-        preemptions: how often it had to wait again, since others needed its room.
-        waited: seconds before it first had a slot.
-        ttft: seconds from arrival to the first token; None without one.
-        tpot: seconds per output token after the first; None with fewer than two.
-    """
+    """A sequence that finished, failed, or was cancelled by its client; times in seconds."""
 
     info: RequestInfo
-    choice: int
-    reason: str
+    choice: int  # the index of the sequence in its request
+    reason: str  # `stop`, `length`, `error` or `cancelled`
     prompt_tokens: int
-    cached_tokens: int
-    tokens: int
-    preemptions: int
-    waited: float
-    ttft: float | None
-    tpot: float | None
+    cached_tokens: int  # of the prompt, that needed no prefill
+    tokens: int  # of the output
+    preemptions: int  # how often it had to wait again, since others needed its room
+    waited: float  # before it first had a slot
+    ttft: float | None  # from arrival to the first token
+    tpot: float | None  # per output token after the first; None with fewer than two
 
 
 class Observer(Protocol):
@@ -52,8 +39,7 @@ class Observer(Protocol):
     def round(self, step: Step) -> None:
         """A sequence took part in a round; its tokens have been read, and its time shares are known."""
 
-    def end(self, record: EndRecord) -> None:
-        """A sequence ended."""
+    def end(self, record: EndRecord) -> None: ...
 
 
 class Recorder:
@@ -66,15 +52,15 @@ class Recorder:
     def record_round(self, steps: list[Step], started: float, now: float) -> None:
         """Record a round that began at `started`, after its tokens have been read."""
         other_seconds = now - started - sum(step.seconds.draft + step.seconds.target for step in steps)
+        pass_seconds = sum(step.seconds.target_pass for step in steps)
         for step in steps:
-            step.seconds.other = step.seconds.of_target * other_seconds
+            step.seconds.other = other_seconds * step.seconds.target_pass / pass_seconds
             step.count(now)
             for observer in self._observers:
                 with self._contained:
                     observer.round(step)
 
     def record_end(self, record: EndRecord) -> None:
-        """Record that a sequence has finished, failed or left."""
         for observer in self._observers:
             with self._contained:
                 observer.end(record)

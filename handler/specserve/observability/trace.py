@@ -41,18 +41,15 @@ class Trace(RotatingFileHandler):
         super().__init__(path, maxBytes=_BYTES, backupCount=_FILES - 1, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
-        """Open a file that only its owner may read."""
         return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Stop the trace."""
         del record
         if not self.stopped:
             logger.error("specserve: the trace %s stops: %s", self.baseFilename, sys.exc_info()[1])
         self.stopped = True
 
     def round(self, step: Step) -> None:
-        """Write a round."""
         fields = {
             "position": step.position,
             "kv_len": step.cached,
@@ -65,7 +62,6 @@ class Trace(RotatingFileHandler):
         self._write("round", step.sequence.info, step.sequence.index, fields)
 
     def end(self, record: EndRecord) -> None:
-        """Write the end of a sequence."""
         fields = record._asdict()
         del fields["info"], fields["choice"]
         self._write("end", record.info, record.choice, fields)

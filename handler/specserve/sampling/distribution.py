@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specserve.sequence import SamplingParams
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.intp]
@@ -15,50 +16,24 @@ IntArray = NDArray[np.intp]
 # beside a vocabulary of 150,000 tokens.
 _COLUMNS = 1024
 
-# The temperature below which single precision could not divide; only a tie to six digits would see the difference.
-_GREEDY_BELOW = 1e-6
 # In logits: those further below the largest hold a few thousandths of the probability together, and most of the
 # vocabulary.
 _NEGLIGIBLE = 12.0
 
 
-class Sampling(Protocol):
-    """What a request says about its distribution."""
-
-    @property
-    def temperature(self) -> float:
-        """Logits are divided by it; 0 is greedy."""
-
-    @property
-    def top_k(self) -> int:
-        """Keep the k most probable tokens, lower ids first among equals; 0 keeps all."""
-
-    @property
-    def top_p(self) -> float:
-        """Keep the smallest set of most probable tokens that holds this mass; 1 keeps all."""
-
-    @property
-    def min_p(self) -> float:
-        """Keep tokens at least this fraction as probable as the most probable one; 0 keeps all."""
-
-
-def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
-    """Return the distribution that a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
+def to_distribution(logits: FloatArray, sampling: SamplingParams) -> FloatArray:
+    """The distribution that a token is sampled from: temperature, then top_k, top_p and min_p, then normalised.
 
     The same function makes p of the target's logits and q of the draft's; greedy is one-hot.
 
-    Args:
-        logits: shape (vocabulary,), -inf for what is impossible; not changed.
-        sampling: the request's settings.
-
-    Returns:
-        Probabilities, shape (vocabulary,), in the logits' own precision.
+    Logits and probabilities have shape (vocabulary,) and the same precision; the logits, -inf for what is impossible,
+    are not changed.
 
     Raises:
         FloatingPointError: the largest logit is not finite.
     """
     best = argmax(logits)
-    if is_greedy(sampling):
+    if sampling.is_greedy:
         return one_hot(best, logits.size, logits.dtype)
     weights: FloatArray = np.subtract(logits, logits[best])
     weights /= sampling.temperature
@@ -74,13 +49,8 @@ def to_distribution(logits: FloatArray, sampling: Sampling) -> FloatArray:
     return probabilities
 
 
-def is_greedy(sampling: Sampling) -> bool:
-    """Whether a request's distributions are all one-hot."""
-    return sampling.temperature < _GREEDY_BELOW
-
-
 def argmax(logits: FloatArray) -> int:
-    """Return the token with the largest logit, the lowest id among equals; logits have shape (vocabulary,).
+    """The token with the largest logit, the lowest id among equals; logits have shape (vocabulary,).
 
     Raises:
         FloatingPointError: that logit is not finite.
@@ -92,24 +62,23 @@ def argmax(logits: FloatArray) -> int:
 
 
 def confidence(logits: FloatArray) -> float:
-    """Return the probability of the most probable token at temperature 1, very improbable tokens neglected.
+    """The probability of the most probable token at temperature 1, very improbable tokens neglected.
 
-    Args:
-        logits: shape (vocabulary,), the largest of them finite.
+    The logits have shape (vocabulary,), the largest of them finite.
     """
     best = logits.max()
     return 1 / float(np.exp(logits[logits > best - _NEGLIGIBLE] - best).sum())
 
 
 def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floating] = np.float32) -> FloatArray:
-    """Return the distribution of a token that is certain, shape (size,)."""
+    """The distribution of a token that is certain, shape (size,)."""
     certain = np.zeros(size, dtype)
     certain[token] = 1
     return certain
 
 
 def draw(weights: FloatArray, uniform: float) -> int:
-    """Return the token at `uniform` of the cumulative weights; a token of weight 0 is never drawn.
+    """The token at `uniform` of the cumulative weights; a token of weight 0 is never drawn.
 
     Args:
         weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
@@ -122,7 +91,7 @@ def draw(weights: FloatArray, uniform: float) -> int:
 
 
 def race(weights: FloatArray, exponentials: Callable[[int, int], FloatArray]) -> int:
-    """Return the token that wins an exponential race with these rates: an exact draw, whose noise is keyed by token.
+    """The token that wins an exponential race with these rates: an exact draw, whose noise is keyed by token.
 
     Two similar distributions with the same noise mostly give the same token: that couples a draft to its target
     (Daliri et al., arXiv 2408.07978; an exponential over a rate is a Gumbel number plus a log-probability).
@@ -145,19 +114,18 @@ def _first(rates: FloatArray, exponentials: FloatArray) -> int:
 
 
 def _column(weights: FloatArray, column: int) -> FloatArray:
-    """Return the weights of a column of `_column_sums`, the last of which is the incomplete last line; float64."""
+    """The weights of a column of `_column_sums`, the last of which is the incomplete last line; float64."""
     whole = weights.size - weights.size % _COLUMNS
     return (weights[whole:] if column == _COLUMNS else weights[column:whole:_COLUMNS]).astype(np.float64)
 
 
 def _token(weights: FloatArray, column: int, index: int) -> int:
-    """Return the token at an index of a column."""
     whole = weights.size - weights.size % _COLUMNS
     return whole + index if column == _COLUMNS else column + _COLUMNS * index
 
 
 def _column_sums(weights: FloatArray) -> FloatArray:
-    """Return the sums of every _COLUMNS-th weight, and last that of the incomplete last line; float64.
+    """The sums of every _COLUMNS-th weight, and last that of the incomplete last line; float64.
 
     Adding line to line is many times faster than adding along lines. In single precision it rounds the sum of a column,
     for 150,000 tokens, by at most 1e-5 of itself, no more than the logits were rounded.
@@ -170,7 +138,7 @@ def _column_sums(weights: FloatArray) -> FloatArray:
 
 
 def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
-    """Return the index whose share of the cumulative weights holds `level`, and how far into that share it lies."""
+    """The index whose share of the cumulative weights holds `level`, and how far into that share it lies."""
     cumulative = np.cumsum(weights)
     index = int(np.searchsorted(cumulative, level, side="right"))
     if index == cumulative.size:
@@ -180,7 +148,7 @@ def _locate(weights: FloatArray, level: float) -> tuple[int, float]:
 
 
 def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
-    """Return the ids that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
+    """The ids that survive all three cuts; the largest weight is 1, and `top_k` 0 cuts nothing."""
     kept = _candidates(weights, total, top_k, top_p, min_p)
     if top_k:
         kept = _heaviest(weights, kept, top_k)
@@ -191,14 +159,14 @@ def _truncate(weights: FloatArray, total: float, top_k: int, top_p: float, min_p
 
 
 def _nucleus(weights: FloatArray, ids: IntArray, mass: float) -> IntArray:
-    """Return the fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals."""
+    """The fewest of the heaviest of these ordered ids that hold `mass`, lower ids first among equals."""
     # Values are sorted several times as fast as their indices.
     held = np.cumsum(np.sort(weights[ids])[::-1], dtype=np.float64)
     return np.sort(_heaviest(weights, ids, int(np.searchsorted(held, mass)) + 1))
 
 
 def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min_p: float) -> IntArray:
-    """Return ids that hold all tokens the first cut may keep, and few others, in order, without sorting them all."""
+    """Ids that hold all tokens the first cut may keep, and few others, in order, without sorting them all."""
     floor = 0.0
     whole = weights.size - weights.size % _COLUMNS
     if top_k:
@@ -215,7 +183,7 @@ def _candidates(weights: FloatArray, total: float, top_k: int, top_p: float, min
 
 
 def _heaviest(weights: FloatArray, ids: IntArray, count: int) -> IntArray:
-    """Return the `count` of these ordered ids with the largest weights, lower ids first among equals; or all."""
+    """The `count` of these ordered ids with the largest weights, lower ids first among equals; or all."""
     if count >= ids.size:
         return ids
     among = weights[ids]

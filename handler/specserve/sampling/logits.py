@@ -19,16 +19,16 @@ from specserve.sequence import SamplingParams, Sequence, TokenScore
 def penalise(
     logits: FloatArray, sampling: SamplingParams, prompt: NDArray[np.intp], output: abc.Sequence[int]
 ) -> FloatArray:
-    """Return the logits after biases and penalties.
+    """The logits after biases and penalties, shape (vocabulary,).
 
     First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
-    prompt and output and multiplies the negative ones. Then `frequency_penalty` is subtracted for
-    every occurrence of a token in the output, and `presence_penalty` once if it occurs.
+    prompt and output and multiplies the negative ones. Then `frequency_penalty` is subtracted for every occurrence of
+    a token in the output, and `presence_penalty` once if it occurs.
 
     Args:
-        logits: shape (vocabulary,); not changed.
+        logits: not changed.
         sampling: the request's settings.
-        prompt: its tokens, in any order, which only the repetition penalty counts.
+        prompt: its tokens, in any order.
         output: the tokens generated up to this position, draft tokens included.
     """
     shaped = logits.copy()
@@ -44,27 +44,18 @@ def penalise(
     return shaped
 
 
-def restrict(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[int]) -> FloatArray:
-    """Return the logits without the tokens that the request forbids after this output.
+def restrict(logits: FloatArray, sampling: SamplingParams, n_output: int) -> FloatArray:
+    """The logits without the tokens that the request forbids after so many generated ones, shape (vocabulary,).
 
-    Those are all but `allowed_tokens`, the last token of a bad word whose others the output ends with, and, before
-    `min_tokens`, the tokens that end the answer, unless nothing else is left (a grammar may allow only the end).
-
-    Args:
-        logits: shape (vocabulary,); not changed.
-        sampling: the request's settings.
-        output: the tokens generated up to this position, draft tokens included.
+    Those are all but `allowed_tokens`, and, before `min_tokens`, the tokens that end the answer, unless nothing else is
+    left (a grammar may allow only the end).
     """
     restricted = logits.copy()
     if sampling.allowed_tokens is not None:
         allowed = list(sampling.allowed_tokens)
         restricted = np.full_like(logits, -np.inf)
         restricted[allowed] = logits[allowed]
-    for word in sampling.bad_words:
-        begun = len(word) - 1
-        if tuple(output[len(output) - begun :]) == word[:begun]:
-            restricted[word[-1]] = -np.inf
-    if len(output) < sampling.min_tokens:
+    if n_output < sampling.min_tokens:
         ends = list(sampling.end_tokens)
         ending = restricted[ends]
         restricted[ends] = -np.inf
@@ -74,17 +65,11 @@ def restrict(logits: FloatArray, sampling: SamplingParams, output: abc.Sequence[
 
 
 def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[int]) -> FloatArray:
-    """Return the logits of the token after a sequence and these drafts of it, of which p, or q of a draft, is made.
+    """The logits of the token after a sequence and these drafts of it, of which p, or q of a draft, is made.
 
     The grammar comes after biases, so that nothing can make a token possible that it forbids.
 
-    Args:
-        logits: shape (vocabulary,); not changed.
-        sequence: the committed tokens, and the request's settings.
-        drafts: draft tokens between those and this position.
-
-    Returns:
-        The logits themselves where the request changes nothing.
+    They have shape (vocabulary,), are not changed, and are returned where the request changes nothing.
 
     Raises:
         ConstraintError: the request's grammar cannot be followed further.
@@ -92,8 +77,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
-    needs_output = sampling.shapes_logits or sampling.forbids_tokens or constraint is not None
-    output = [*sequence.answer, *drafts] if needs_output else []
+    output = [*sequence.answer, *drafts] if sampling.shapes_logits or constraint is not None else []
     if sampling.shapes_logits:
         logits = penalise(logits, sampling, sequence.prompt_set, output)
     if constraint is not None:
@@ -101,7 +85,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         if allowed is not None:
             logits = np.where(allowed, logits, -np.inf)
     if sampling.forbids_tokens:
-        logits = restrict(logits, sampling, output)
+        logits = restrict(logits, sampling, sequence.generated + len(drafts))
     # A bias may be minus infinity.
     if (sampling.forbids_tokens or sampling.shapes_logits) and logits.max() == -np.inf:
         raise NoTokenError("The request allows no token that could follow")
@@ -114,10 +98,7 @@ class TargetDistributions:
     A softmax over a large vocabulary takes time. Token, coupled and greedy verification never ask for rows after a
     rejection; block verification asks for those of all drafts, up to a draft of probability 0.
 
-    Args:
-        logits: the target's rows, from that of the last committed token on; overwritten by its next pass.
-        sequence: the committed tokens.
-        drafts: the draft tokens after them.
+    `logits` are the target's rows, from that of the last committed token on; its next pass overwrites them.
     """
 
     def __init__(self, logits: FloatArray, sequence: Sequence, drafts: list[int]) -> None:
@@ -128,7 +109,6 @@ class TargetDistributions:
         self._distributions: dict[int, FloatArray] = {}
 
     def __getitem__(self, index: int, /) -> FloatArray:
-        """Return the distribution at `index`, shape (vocabulary,)."""
         if index not in self._distributions:
             self._distributions[index] = to_distribution(self._shaped_at(index), self._sequence.sampling)
         return self._distributions[index]
@@ -139,11 +119,10 @@ class TargetDistributions:
         return len(self._shaped)
 
     def argmax(self, index: int) -> int:
-        """Return the most probable token at `index`."""
         return argmax(self._shaped_at(index))
 
     def confidence(self, index: int) -> float:
-        """Return the probability of the most probable token at `index`, at temperature 1."""
+        """The probability of the most probable token at `index`, at temperature 1."""
         return confidence(self._shaped_at(index))
 
     def _shaped_at(self, index: int) -> FloatArray:
@@ -153,12 +132,9 @@ class TargetDistributions:
 
 
 def score(logits: FloatArray, token: int, top: int) -> TokenScore:
-    """Return a token's log-probability by the target alone: temperature 1, no biases, penalties, grammar, truncation.
+    """A token's log-probability by the target alone: temperature 1, no biases, penalties, grammar, truncation.
 
-    Args:
-        logits: the target's for the token's position, shape (vocabulary,).
-        token: the one that was generated there.
-        top: how many of the most probable tokens to name, the most probable first.
+    The logits are the target's for the token's position, shape (vocabulary,); the `top` most probable tokens are named.
 
     Raises:
         FloatingPointError: the logits are not finite.

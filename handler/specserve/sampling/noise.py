@@ -49,13 +49,13 @@ class Noise:
         self._position = position
 
     def uniform(self, purpose: Purpose, index: int) -> float:
-        """Return a float64 in [0, 1) with 53 random bits."""
+        """A float64 in [0, 1) with 53 random bits."""
         key = struct.pack("<QQIQ", self._secret, self._round, purpose, index)
         bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
         return (bits >> 11) * 2.0**-53
 
     def exponentials(self, index: int, part: int, count: int) -> NDArray[np.float64]:
-        """Return standard exponential numbers, shape (count,), float64; `part` numbers the races (`distribution.race`).
+        """Standard exponential numbers, shape (count,), float64; `part` numbers the races (`distribution.race`).
 
         Single precision would give zeros, and over a wide vocabulary a zero wins whatever its token's probability.
         """

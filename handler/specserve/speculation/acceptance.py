@@ -15,12 +15,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specserve.sampling.distribution import is_greedy
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import Sequence
 from specserve.speculation.step import Step
 
-# benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
+# `benchmarks/simulate.py --set acceptance._FADE=.7` prints what another value changes.
 
 # Log-odds of confidence that separate a calibration's bins: about .12, .27, .5, .73, .88, .95, .982, .9975.
 _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
@@ -32,9 +31,9 @@ PRIORS = {
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     # By its share of the probability that the draft and the alternatives before it leave.
     "alternative": (0.14, 0.24, 0.35, 0.53, 0.75, 0.85, 0.9, 0.95, 0.95),
+    # Drafters without a model start as calibrated: about the centre of each bin.
+    "other": (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995),
 }
-# Drafters without a model start as calibrated: about the centre of each bin.
-CALIBRATED = (0.07, 0.18, 0.38, 0.62, 0.82, 0.92, 0.965, 0.985, 0.995)
 # Positions that a bin remembers, and positions that its prior counts as.
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
 # The average of a sequence that has shown nothing yet, and what is left of it after another position.
@@ -42,24 +41,19 @@ _FIRST, _FADE = 0.65, 0.9
 
 
 class Calibration:
-    """Acceptance probability by confidence of one drafter, over all sequences; recent positions weigh most.
-
-    Args:
-        prior: acceptance probability of each bin before anything was verified, lowest confidence first.
-    """
+    """Acceptance probability by confidence of one drafter, over all sequences; recent positions weigh most."""
 
     def __init__(self, prior: abc.Sequence[float]) -> None:
         self._accepted = [_PRIOR_WEIGHT * probability for probability in prior]
         self._seen = [_PRIOR_WEIGHT] * (len(_EDGES) + 1)
 
     def probability(self, confidence: float) -> float:
-        """The probability that a token proposed with this confidence is accepted once verification reaches it."""
         index = _bin(confidence)
         return self._accepted[index] / self._seen[index]
 
     @property
     def probabilities(self) -> list[float]:
-        """The same for every bin, lowest confidence first."""
+        """Of every bin, lowest confidence first."""
         return [accepted / seen for accepted, seen in zip(self._accepted, self._seen, strict=True)]
 
     def learn(self, confidence: float, accepted: float) -> None:
@@ -98,23 +92,16 @@ class Acceptance:
         """The acceptance probability of a token that the draft model has not drafted yet."""
         return self._averages.get(sequence, _FIRST)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what a sequence has shown; what all have shown stays."""
-        self._averages.pop(sequence, None)
-
     def learn_from(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
 
-        Args:
-            step: its proposals were refused at the first position, which is always reached. Without them a drafter that
-                was wrong for a while would never be tried again.
-            p: the target's distributions.
-            committed: the accepted drafts, and the rule's own token if there is one.
+        Those were refused at the first position, which is always reached. Without them a drafter that was wrong for a
+        while would never be tried again. `committed` is the accepted drafts, and the rule's own token if there is one.
         """
         sequence, n_accepted = step.sequence, step.n_accepted
         # The sum of min(p, q) is the acceptance probability in token verification; block verification accepts a little
         # more. Where it is known, it says more than the outcome.
-        knows_probability = sequence.speculation.verification != "coupled" and not is_greedy(sequence.sampling)
+        knows_probability = sequence.speculation.verification != "coupled" and not sequence.sampling.is_greedy
         for refused in step.refused:
             accepted = float(p[0][refused.token] if knows_probability else refused.token == committed[0])
             self._calibration(sequence, refused.drafter).learn(refused.confidence, accepted)
@@ -155,7 +142,7 @@ class Acceptance:
                 break
 
     def _calibration(self, sequence: Sequence, drafter: str) -> Calibration:
-        key = (drafter, not is_greedy(sequence.sampling))
+        key = (drafter, not sequence.sampling.is_greedy)
         if key not in self._calibrations:
-            self._calibrations[key] = Calibration(PRIORS.get(drafter, CALIBRATED))
+            self._calibrations[key] = Calibration(PRIORS.get(drafter, PRIORS["other"]))
         return self._calibrations[key]

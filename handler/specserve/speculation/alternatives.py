@@ -22,18 +22,15 @@ from specserve.speculation.step import Alternative, Draft, Step
 # Alternatives to a draft that are considered: 4 instead of 2 bring 1 to 5 % at temperature 0.8
 # (benchmarks/decisions/tried.md).
 _CHOICES = 4
-# What an alternative has to gain beside its row, in tokens: it takes .1 ms of bookkeeping in the KV cache.
+# What an alternative has to gain beside its row, in tokens: it takes .1 ms of bookkeeping in the KV cache
+# (`benchmarks/simulate.py --set alternatives._LEAST_GAIN=.02`).
 _LEAST_GAIN = 0.005
 
 
 def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Acceptance) -> tuple[Alternative, ...]:
     """The draft model's next choices after a draft, the likeliest to be recovered first.
 
-    Args:
-        draft: by the model.
-        step: without the draft.
-        logits: that a greedy draft is the argmax of, shape (vocabulary,).
-        acceptance: estimates how likely an alternative is recovered.
+    The step has not got the draft yet; the logits, shape (vocabulary,), are those that a greedy draft is the argmax of.
     """
     is_greedy, index = draft.q is None, len(step.drafts)
     values, excluded = (logits, -np.inf) if draft.q is None else (draft.q, 0.0)
@@ -64,16 +61,15 @@ def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Ac
 
 
 def choose_alternatives(
-    steps: abc.Sequence[Step], max_alternatives: int, rows: int, prices: Prices, end_tokens: Container[int]
+    steps: abc.Sequence[Step], max_alternatives: int, prices: Prices, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 
     Args:
         steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
         max_alternatives: of the pass.
-        rows: of the target's pass by now.
         prices: of this round.
-        end_tokens: those that end an answer; none is an alternative, since no token follows it.
+        end_tokens: none of them is an alternative, since no token follows it.
     """
     possible = [
         (alternative, step)
@@ -84,7 +80,7 @@ def choose_alternatives(
     ]
     possible.sort(key=lambda pair: pair[0].gain, reverse=True)
     gains = [alternative.gain - _LEAST_GAIN for alternative, _ in possible[:max_alternatives]]
-    length, _ = rows_worth_adding(gains, rows, prices)
+    length, _ = rows_worth_adding(gains, prices)
     for alternative, step in possible[:length]:
         if step.rows_left > 0:
             step.alternatives.append(alternative)

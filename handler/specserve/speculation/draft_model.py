@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,21 +17,6 @@ from specserve.speculation.step import Step
 _SHARED_ROWS = 16
 
 
-class PassResult(NamedTuple):
-    """The result of a pass, by index of the steps that were asked for.
-
-    Args:
-        logits: after the last token of a step, shape (vocabulary of the target,); none for a sequence of which more is
-            left to read. Overwritten by the next pass.
-        n_read: how many tokens of each were read.
-        seconds_per_row: of the pass, by the cost table.
-    """
-
-    logits: dict[int, FloatArray]
-    n_read: list[int]
-    seconds_per_row: float
-
-
 class DraftModel:
     """A small model that drafts tokens.
 
@@ -40,11 +24,11 @@ class DraftModel:
     slot has no room for more, it begins anew that far before the end. What another slot holds of a sequence is copied.
 
     Args:
-        cache: the model's KV cache; its slots are those of the target.
+        cache: the model's; its slots are those of the target.
         cost: of its passes.
         window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/tried.md).
-        max_rows: the most tokens of a pass; at least two for every slot, so that a sequence whose draft prefill is over
-            is never delayed.
+        max_rows: of a pass; at least two for every slot, so that a sequence whose draft prefill is over is never
+            delayed.
         vocabulary: the width of the target's rows.
         context_length: the most tokens of a slot.
     """
@@ -71,12 +55,18 @@ class DraftModel:
         """Whether its vocabulary has every token that it may have to read."""
         return max(step.tokens_from(max(0, step.length - self._window)), default=0) < self.cache.engine.width
 
-    def read(self, steps: list[Step], *, is_shared: bool = False) -> PassResult:
+    def read(self, steps: list[Step], *, is_shared: bool = False) -> dict[int, FloatArray]:
         """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
+
+        Each step gets its share of the seconds that the cost table gives for the pass.
 
         Args:
             steps: of the sequences.
             is_shared: whether others wait for the pass, which then reads at most 16 tokens.
+
+        Returns:
+            The logits after the last token, shape (vocabulary of the target,), by index of the step; none for a
+            sequence of which more is left to read. Overwritten by the next pass.
 
         Raises:
             DraftError: the pass failed, or the cache of another slot could not be copied.
@@ -106,11 +96,10 @@ class DraftModel:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(np.max(logits, initial=0.0)):
             raise DraftError("The draft model failed: its logits are not finite.")
-        return PassResult(
-            {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)},
-            [by_slot[step.sequence.slot] for step in steps],
-            self.cost.seconds(*self._last) / len(rows) if rows else 0.0,
-        )
+        row_seconds = self.cost.seconds(*self._last) / max(1, len(rows))
+        for step in steps:
+            step.seconds.draft_model += row_seconds * by_slot[step.sequence.slot]
+        return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
 
     def observe_cost(self, seconds: float) -> None:
         """Tell the cost table what the last pass, and sampling from its logits, took."""
@@ -131,7 +120,6 @@ class DraftModel:
             cache.restart(slot, step.length - min(step.length, self._window))
 
     def _lag(self, step: Step) -> int:
-        """How many tokens of a sequence its slot lacks."""
         return step.length - self.cache.end(step.sequence.slot)
 
     def _begins_anew(self, step: Step) -> bool:

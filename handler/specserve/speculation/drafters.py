@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from specserve.errors import ConstraintError, DraftError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, argmax, confidence, is_greedy, one_hot, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
 from specserve.speculation.alternatives import alternatives_to, choose_alternatives
@@ -35,11 +35,11 @@ class Drafters:
     """All drafters, which draft what the controller decides.
 
     Args:
-        controller: decides how many tokens are drafted.
+        controller: decides.
         proposers: asked in this order, until one has something worth drafting.
         model: the draft model, where there is one.
         vocabulary: the width of the target's logits.
-        end_tokens: those that end an answer.
+        end_tokens: of an answer.
         clock: seconds, for the cost of the draft model's passes.
     """
 
@@ -59,12 +59,11 @@ class Drafters:
         self._end_tokens = frozenset(end_tokens)
         self._clock = clock
 
-    def draft_kv_len(self, sequences: Iterable[Sequence]) -> int | None:
-        """How many cached tokens a row of these attends to in the draft model; None without a model."""
-        return self.model.cache.kv_len(sequence.slot for sequence in sequences) if self.model else None
+    def draft_kv_len(self, sequences: Iterable[Sequence]) -> int:
+        """How many cached tokens a row of these attends to in the draft model; 0 without one."""
+        return self.model.cache.kv_len(sequence.slot for sequence in sequences) if self.model else 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
         self.controller.forget(sequence)
         for proposer in self._proposers:
             proposer.forget(sequence)
@@ -76,33 +75,33 @@ class Drafters:
 
         Args:
             steps: all of the round, without drafts.
-            kv_len: how many tokens a row of the target's pass attends to.
+            kv_len: tokens of the target's cache that a row attends to.
             awaiting_first_token: number of sequences in prefill or about to be.
             max_alternatives: of the target's pass.
         """
         if not any(step.max_drafts > 0 for step in steps):
             return
-        rows = sum(step.rows for step in steps)
         decoding = [step.sequence for step in steps if not step.in_prefill]
-        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding) or 0, awaiting_first_token)
-        drafting = self.controller.begin_round(steps, rows, prices)
+        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
+        prices.rows = sum(step.rows for step in steps)
+        drafting = self.controller.begin_round(steps, prices)
         for step in drafting:
             with step.contained():
-                rows += self._draft_proposal(step, rows, prices)
-        while self.model and (chosen := self._chosen_for_model(drafting, rows, prices)):
+                self._draft_proposal(step, prices)
+        while self.model and (chosen := self._chosen_for_model(drafting, prices)):
             try:
-                rows += self._draft_by_model(self.model, chosen, rows, prices, is_shared=len(decoding) > 1)
+                self._draft_by_model(self.model, chosen, prices, is_shared=len(decoding) > 1)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self.model = None
                 return
-        choose_alternatives(drafting, max_alternatives, rows, prices, self._end_tokens)
+        choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
-    def _draft_proposal(self, step: Step, rows: int, prices: Prices) -> int:
-        """Draft what the first proposer has that is worth verifying; returns how many tokens that is."""
+    def _draft_proposal(self, step: Step, prices: Prices) -> None:
+        """Draft what the first proposer has that is worth verifying."""
         sequence = step.sequence
         if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
-            return 0
+            return
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
                 continue
@@ -112,28 +111,31 @@ class Drafters:
             acceptance = [
                 self.controller.acceptance.of_token(sequence, proposer.name, stated) for stated in proposal.confidence
             ]
-            length = self.controller.proposal_length(step, acceptance, self._candidate(step, prices), rows, prices)
-            before = len(step.drafts)
+            length = self.controller.proposal_length(step, acceptance, self._candidate(step, prices), prices)
             proposed = [
                 Draft(token, None, proposer.name, stated, probability)
                 for token, stated, probability in zip(*proposal, acceptance, strict=True)
             ]
-            for draft in proposed[:length]:
+            for n_drafted, draft in enumerate(proposed[:length]):
                 if not step.allows(draft.token):
+                    length = n_drafted
                     break
-                q = None if is_greedy(sequence.sampling) else one_hot(draft.token, self._vocabulary)
-                step.add(draft._replace(q=q))
-            if len(step.drafts) > before:
-                return len(step.drafts) - before
+                q = None if sequence.sampling.is_greedy else one_hot(draft.token, self._vocabulary)
+                self._add(step, draft._replace(q=q), prices)
+            if length:
+                return
             if not step.drafts:
                 step.refused.append(proposed[0])
-        return 0
 
-    def _chosen_for_model(self, drafting: list[Step], rows: int, prices: Prices) -> list[Step]:
-        """The steps whose next token the model drafts now."""
+    @staticmethod
+    def _add(step: Step, draft: Draft, prices: Prices) -> None:
+        step.drafts.append(draft)
+        prices.rows += 1
+
+    def _chosen_for_model(self, drafting: list[Step], prices: Prices) -> list[Step]:
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen, _ = choose_for_model([candidate for _, candidate in candidates], rows, prices)
+        chosen, _ = choose_for_model([candidate for _, candidate in candidates], prices)
         return [candidates[index][0] for index in chosen]
 
     def _candidate(self, step: Step, prices: Prices) -> Candidate | None:
@@ -144,37 +146,31 @@ class Drafters:
             return None
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
-    def _draft_by_model(
-        self, model: DraftModel, steps: list[Step], rows: int, prices: Prices, *, is_shared: bool
-    ) -> int:
-        """Draft one token for each of these steps in one pass, and what proposers add; returns how many tokens that is.
+    def _draft_by_model(self, model: DraftModel, steps: list[Step], prices: Prices, *, is_shared: bool) -> None:
+        """Draft one token for each of these steps in one pass, and what proposers add.
 
         Raises:
             DraftError: the pass failed.
         """
         began = self._clock()
-        logits, n_read, seconds_per_row = model.read(steps, is_shared=is_shared)
+        logits = model.read(steps, is_shared=is_shared)
         read = self._clock()
-        drafted = 0
         for index, step in enumerate(steps):
-            step.seconds.draft_model += seconds_per_row * n_read[index]
             with step.contained():
-                if index in logits and self._sample(logits[index], step):
-                    drafted += 1
-                    drafted += self._draft_proposal(step, rows + drafted, prices)
+                if index in logits and self._sample(logits[index], step, prices):
+                    self._draft_proposal(step, prices)
                 else:
                     step.model_ended = True
         # Sampling belongs to the cost of a pass, grammar masks do not.
         has_masks = any(step.sequence.constraint is not None for step in steps)
         model.observe_cost((read if has_masks else self._clock()) - began)
-        return drafted
 
-    def _sample(self, logits: FloatArray, step: Step) -> bool:
+    def _sample(self, logits: FloatArray, step: Step, prices: Prices) -> bool:
         """Sample a draft token from the model's logits; False where the grammar leaves none."""
         sequence = step.sequence
         try:
             shaped = process_logits(logits, sequence, step.draft_tokens)
-            if is_greedy(sequence.sampling):
+            if sequence.sampling.is_greedy:
                 q, token = None, argmax(shaped)
             else:
                 q = to_distribution(shaped, sequence.sampling)
@@ -187,5 +183,5 @@ class Drafters:
         draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
-        step.add(draft)
+        self._add(step, draft, prices)
         return True

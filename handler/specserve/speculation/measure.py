@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
+from filelock import FileLock
 from pydantic import TypeAdapter
 
 from specserve.config import cache_directory, processor
@@ -31,19 +30,14 @@ _METHOD = 6
 # Rows of timed passes: the first few, then where kernels' tiles end or begin, all with logits as in verification; and
 # wide ones with logits of the last row only, as in prefill.
 _ROWS, _WIDE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32), (64, 128, 256)
-# KV cache lengths, in tokens, that passes are timed after, as far as a slot is long; the second where the engine cannot
-# load what fills the cache, so that it has to be prefilled. After the longer one only these numbers of rows are timed.
-_NEAR, _FAR, _FAR_PREFILLED, _FAR_ROWS = 64, 16_384, 1024, (1, 4, 8, 16, 64)
-# Timings of each number of rows, and of the wide ones.
-_TIMINGS, _WIDE_TIMINGS = 4, 2
-# Tokens of a pass that fills the cache.
-_CHUNK = 64
-_MIB = 2**20
+# KV cache lengths, in tokens, that passes are timed after, as far as a slot is long. After the longer one only these
+# numbers of rows are timed.
+_NEAR, _FAR, _FAR_ROWS = 64, 16_384, (1, 4, 8, 16, 64)
+# Timings of each number of rows; of wide ones half as many.
+_TIMINGS = 4
 
 
-def measured_costs(
-    engine: Engine, model: Path, *, threads: int, kernels: str, clock: Callable[[], float] = perf_counter
-) -> CostTable:
+def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
     """The cost table of a model, from an earlier start if nothing it depends on has changed.
 
     Args:
@@ -51,19 +45,23 @@ def measured_costs(
         model: its file.
         threads: its compute threads.
         kernels: identifies the code that computes.
-        clock: seconds.
 
     Raises:
         EngineError: a forward pass failed.
     """
     path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
-    with _exclusive(path.with_name("lock")):
+    with ExitStack() as stack:
+        # Two workers that start together would slow each other down. Where there can be no lock, because the directory
+        # cannot be written or the file is another user's, `_store` says so.
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(path.with_name("lock")))
         if (known := _stored(path)) is not None:
             logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
             return known
         logger.info("specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads)
         started = perf_counter()
-        table = measure(engine, clock)
+        table = measure(engine)
         costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
         logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
         _store(path, table, model)
@@ -71,11 +69,7 @@ def measured_costs(
 
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
-    """Time passes of few to many rows after a short and after a long context.
-
-    Args:
-        engine: whose passes are timed in slot 0, which is empty, and empty again afterwards.
-        clock: seconds.
+    """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty.
 
     Raises:
         EngineError: a pass failed.
@@ -104,41 +98,22 @@ def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, int]:
 
     Args:
         slot_length: in tokens.
-        can_load: whether the engine can load what fills the cache.
+        can_load: whether the engine can load what fills the cache; otherwise it is prefilled, which takes time.
     """
-    far = max(2, min(_FAR if can_load else _FAR_PREFILLED, slot_length - min(_CHUNK, slot_length // 2)))
+    room = slot_length - min(_FAR_ROWS[-1], slot_length // 2)
+    far = max(2, min(_FAR if can_load else _FAR // 16, room))
     return min(_NEAR, far // 2), far
-
-
-def timed(engine: Engine, start: int, count: int, clock: Callable[[], float] = perf_counter) -> float:
-    """Seconds of one pass of `count` rows after the `start` tokens that slot 0 holds.
-
-    All have logits, or, of more than those that verify drafts, the last.
-    """
-    with_logits = count if count <= _ROWS[-1] else 1
-    rows = [Row(_token(engine, start + i), 0, start + i, i >= count - with_logits) for i in range(count)]
-    began = clock()
-    engine.forward(rows)
-    seconds = clock() - began
-    engine.truncate(0, start)
-    return seconds
 
 
 def prefill(engine: Engine, tokens: Sequence[int], start: int = 0) -> None:
     """Prefill slot 0 with `tokens` from position `start` on, where its cache ends; no logits."""
-    step = min(engine.max_rows, _CHUNK)
+    step = min(engine.max_rows, _WIDE_ROWS[0])
     for first in range(start, len(tokens), step):
         positions = range(first, min(len(tokens), first + step))
         engine.forward([Row(tokens[position], 0, position, wants_logits=False) for position in positions])
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The typical one of repeated timings: the median of the faster half, since nothing makes a pass too fast."""
-    return median(sorted(seconds)[: (len(seconds) + 1) // 2])
-
-
 def _fill(engine: Engine, length: int) -> None:
-    """Let slot 0 hold `length` tokens."""
     held = engine.cached_len(0)
     if not held or engine.token_bytes is None:
         prefill(engine, [_token(engine, position) for position in range(length)], held)
@@ -150,13 +125,24 @@ def _fill(engine: Engine, length: int) -> None:
 
 
 def _times(engine: Engine, start: int, rows: Sequence[int], clock: Callable[[], float]) -> dict[int, float]:
-    """Typical seconds by number of rows; timings are interleaved, so that a slow moment of the machine meets all."""
+    """Seconds of passes after the `start` tokens that slot 0 holds, by number of rows.
+
+    Timings are interleaved, so that a slow moment of the machine meets all; of each number it is the median of the
+    faster half, since nothing makes a pass too fast.
+    """
     seen: dict[int, list[float]] = {count: [] for count in rows}
     for number in range(_TIMINGS):
         for count in rows:
-            if count <= _ROWS[-1] or number < _WIDE_TIMINGS:
-                seen[count].append(timed(engine, start, count, clock))
-    return {count: typical(seconds) for count, seconds in seen.items()}
+            is_wide = count > _ROWS[-1]
+            if is_wide and number >= _TIMINGS // 2:
+                continue
+            without_logits = count - 1 if is_wide else 0
+            batch = [Row(_token(engine, start + i), 0, start + i, i >= without_logits) for i in range(count)]
+            began = clock()
+            engine.forward(batch)
+            seen[count].append(clock() - began)
+            engine.truncate(0, start)
+    return {count: median(sorted(seconds)[: (len(seconds) + 1) // 2]) for count, seconds in seen.items()}
 
 
 def _token(engine: Engine, position: int) -> int:
@@ -164,25 +150,7 @@ def _token(engine: Engine, position: int) -> int:
     return (17 + 7919 * position) % engine.width
 
 
-@contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    """One process at a time: two workers that start together would slow each other down."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open_private(lock, os.O_RDWR | os.O_CREAT)
-    except OSError:
-        # The table cannot be written here either, which `_store` logs, or the lock is another user's.
-        yield
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
-
-
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
-    """A hash of everything that the costs depend on."""
     parts = (
         *(_METHOD, _fingerprint(model), processor(), threads, kernels, version("llama-cpp-python")),
         *(engine.n_slots, engine.slot_length, engine.max_rows),
@@ -195,9 +163,9 @@ def _fingerprint(model: Path) -> str:
     size = model.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with model.open("rb") as file:
-        digest.update(file.read(_MIB))
-        file.seek(max(0, size - _MIB))
-        digest.update(file.read(_MIB))
+        digest.update(file.read(2**20))
+        file.seek(max(0, size - 2**20))
+        digest.update(file.read(2**20))
     return digest.hexdigest()
 
 
@@ -215,14 +183,12 @@ def _stored(path: Path) -> CostTable | None:
 
 def _store(path: Path, table: CostTable, model: Path) -> None:
     """Write a table; a server that may not write here measures at every start, and logs that."""
+    content = json.dumps({"model": model.name, **asdict(table)}, indent=1)
     try:
-        # A name that nobody knows before, and a file that only its owner may open.
-        descriptor, part = tempfile.mkstemp(".part", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"model": model.name, **asdict(table)}, file, indent=1)
-            Path(part).replace(path)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        with TemporaryDirectory(dir=path.parent) as directory:
+            part = Path(directory) / path.name
+            part.touch(0o600)
+            part.write_text(content, encoding="utf-8")
+            part.replace(path)
     except OSError as error:
         logger.warning("specserve: %s cannot be written (%s); the next start measures again", path, error.strerror)

@@ -14,46 +14,36 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specserve.sequence import DrafterName, Pool, Sequence
 from specserve.shares import Shares
-from specserve.speculation.proposers import NOTHING, Proposal, Proposer
-
-Integers = NDArray[np.int64]
+from specserve.speculation.proposers import Proposal, Proposer
 
 # Tokens that are hashed together: in one text of some thousand tokens, and in a pool of a million, where two tokens
 # that follow each other tell little.
 _IN_TEXT, _IN_POOL = 2, 3
 # Occurrences of these tokens that are compared, the newest first, and tokens up to which agreement is counted.
 _NEWEST, _LONGEST = 16, 32
-# How often the proposed token is right, by the number of tokens that agree: 1, 2 or 3, 4 to 7, 8 to 15, 16 to 31, 32.
-# Counted in benchmarks/recordings; the controller calibrates further (acceptance.py).
+# How often the proposed token is right, by the number of tokens that agree, with `predicted` 0, 1, then 2 or 3, 4 to 7,
+# 8 to 15, 16 to 31, 32. Counted in benchmarks/recordings; the controller calibrates further (acceptance.py).
 _RATES = {
-    "split": (0.1, 0.2, 0.28, 0.35, 0.4, 0.45),
-    "once": (0.2, 0.47, 0.72, 0.84, 0.95, 0.98),
-    "repeated": (0.3, 0.75, 0.9, 0.95, 0.97, 0.98),
-    "predicted": (0.45, 0.7, 0.93, 0.95, 0.98, 0.99),
+    "split": (0.2, 0.28, 0.35, 0.4, 0.45),
+    "once": (0.47, 0.72, 0.84, 0.95, 0.98),
+    "repeated": (0.75, 0.9, 0.95, 0.97, 0.98),
+    "predicted": (0.75, 0.45, 0.7, 0.93, 0.95, 0.98, 0.99),
 }
-_START = 0.75
 
 # Stands between the texts of a pool, and equals no token.
 _BETWEEN = -1
-# Tokens of the prompt that a pool keeps before an answer, so that the answer's beginning is found.
-_OF_PROMPT = 64
-# Pools of full length that there is memory for.
-_FULL_POOLS = 8
-# The least tokens that a pool counts as: an empty index takes 600 bytes.
-_LEAST_POOL = 512
-
-# From so many equal tokens on, the answer is surely where it is in the prediction; a single one counts if it comes at
-# most so many tokens after that.
-_TRUSTED, _AHEAD = 4, 64
-# Occurrences that are compared to find an answer in its prediction again.
+# Memory for pools, in pools of full length, at 16 bytes a token; and the least tokens that one counts as, since an
+# empty index takes 600 bytes.
+_FULL_POOLS, _LEAST_POOL = 8, 512
+# Occurrences that are compared to find an answer in its prediction again: with 16 an edit with twelve changes takes 4 %
+# more rounds (as tests/unit/test_ngram.py counts them).
 _SEARCHED = 256
 
 
@@ -77,18 +67,16 @@ class NgramIndex:
     def __init__(self, n: int, tokens: abc.Iterable[int] = ()) -> None:
         self._n = n
         self.tokens = array("i")
-        # Both hold positions of a run's last token, -1 for none: that of the newest run by hash, and by the position of
-        # a run's last token that of the run of the same hash before it.
+        # Positions of runs' last tokens, -1 for none: of the newest run by hash; by such a position, of the run of the
+        # same hash before it.
         self._newest = array("i", [-1])
         self._before = array("i")
         self.extend(tokens)
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
     def extend(self, tokens: abc.Iterable[int]) -> None:
-        """Add tokens to the text."""
         begin = len(self)
         self.tokens.extend(tokens)
         size = len(self)
@@ -120,26 +108,18 @@ class NgramIndex:
         is_last = np.append(is_first[1:], True)
         newest[places[is_last]] = positions[is_last]
 
-    @overload
-    def _hash(self, run: abc.Sequence[int]) -> int: ...
-    @overload
-    def _hash(self, run: list[Integers]) -> Integers: ...
-    def _hash(self, run: abc.Sequence[int] | list[Integers]) -> int | Integers:
+    def _hash(self, run: Any) -> Any:
         """The place of a run in the table, or of many runs: multiplicative hashing by the golden ratio (Knuth)."""
-        mixed: int | Integers = 0
+        mixed = 0
         for token in run:
             mixed = (mixed >> 12) + token * 0x9E3779B1 & (2**44 - 1)
         return mixed >> 12 & (len(self._newest) - 1)
 
     def agreement(self, end: int, suffix: abc.Sequence[int]) -> int:
         """How many tokens before a position equal the last ones of `suffix`, counted up to 32."""
-        tokens, agreeing = self.tokens, 0
         most = min(end, len(suffix), _LONGEST)
-        while agreeing < most and tokens[end - 1 - agreeing] == suffix[-1 - agreeing]:
-            agreeing += 1
-            if agreeing == 4 and tokens[end - most : end].tolist() == suffix[-most:]:
-                return most
-        return agreeing
+        pairs = zip(self.tokens[end - most : end][::-1], suffix[::-1], strict=False)
+        return next((n for n, (own, other) in enumerate(pairs) if own != other), most)
 
     def matches(self, suffix: abc.Sequence[int], most: int = _NEWEST) -> Iterator[Match]:
         """The newest occurrences of the last n tokens of `suffix`, of at most so many runs of their hash."""
@@ -158,7 +138,7 @@ class NgramIndex:
 
         Args:
             suffix: the last tokens of the text to go on with, draft tokens included.
-            max_tokens: the most tokens to propose.
+            max_tokens: of the proposal.
             drafts: in the index of the text itself, the draft tokens after it: the proposal may run on into them and
                 into itself, so that a periodic text goes on without end; None in an index of other texts.
         """
@@ -179,7 +159,6 @@ class NgramIndex:
         return proposal
 
     def _following(self, position: int, max_tokens: int, drafts: list[int] | None) -> list[int]:
-        """What follows a position of the text: see `propose`."""
         row = self.tokens[position : position + max_tokens].tolist()
         if drafts is not None:
             row += drafts
@@ -188,14 +167,14 @@ class NgramIndex:
 
 
 def _rate(kind: str, length: int) -> float:
-    """How often a token is right that is proposed after so many equal ones, at least one."""
-    return _RATES[kind][min(length, _LONGEST).bit_length() - 1]
+    """How often a token is right that is proposed after so many equal ones."""
+    return _RATES[kind][min(length, _LONGEST).bit_length() - 7]
 
 
 class Pools:
     """Finished answers by pool, each seen by its client alone, and the operator's corpus, which all see.
 
-    Pools share room for eight of full length: the client with the most tokens loses the pool that it used longest ago.
+    Where there is no room for another, the client with the most tokens loses the pool that it used longest ago.
 
     Args:
         max_tokens: of each pool; 0 keeps none. A full one loses the older half.
@@ -208,31 +187,25 @@ class Pools:
         self._corpus = NgramIndex(_IN_POOL, (token for text in corpus for token in (*text, _BETWEEN)))
 
     def of(self, pool: Pool | None) -> list[NgramIndex]:
-        """What a sequence of this pool may search; None is no pool."""
         own = None if pool is None else self._pools.use(*pool)
         return [index for index in (own, self._corpus) if index]
 
     def add(self, pool: Pool | None, prompt: abc.Sequence[int], answer: abc.Sequence[int]) -> None:
-        """Add an answer to its pool."""
         if pool is None or not answer or not self._max_tokens:
             return
         client, name = pool
-        text = [*prompt[-_OF_PROMPT:], *answer][1 - self._max_tokens :]
+        # The answer's beginning is found by the end of its prompt.
+        text = [*prompt[-2 * _LONGEST :], *answer][1 - self._max_tokens :]
         index = self._pools.use(client, name) or NgramIndex(_IN_POOL)
         if len(index) + len(text) >= self._max_tokens:
             kept = min(len(index) // 2, self._max_tokens - len(text) - 1)
             index = NgramIndex(_IN_POOL, index.tokens[len(index) - kept :])
         index.extend([*text, _BETWEEN])
         self._pools.put(client, name, index, max(len(index), _LEAST_POOL))
-        self._pools.shrink(client)
 
 
 class LookupProposer(Proposer):
-    """Proposes how the sequence, an answer of its pool, or the corpus went on after the sequence's last tokens.
-
-    Args:
-        pools: of finished answers, which those that end join.
-    """
+    """Proposes how the sequence, an answer of its pool, or the corpus went on after the sequence's last tokens."""
 
     name: ClassVar[DrafterName] = "lookup"
 
@@ -241,7 +214,6 @@ class LookupProposer(Proposer):
         self._own: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-        """Of the three proposals the one that is expected to go furthest."""
         if sequence not in self._own:
             self._own[sequence] = NgramIndex(_IN_TEXT)
         own = self._own[sequence]
@@ -252,21 +224,16 @@ class LookupProposer(Proposer):
         return max(proposals, key=lambda proposal: proposal.expected)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the sequence's index, and keep what it has written."""
         self._own.pop(sequence, None)
         self._pools.add(sequence.speculation.pool, sequence.prompt, sequence.answer)
 
 
 class _Aligned:
-    """Where an answer is in its prediction.
-
-    Args:
-        prediction: its tokens.
-    """
+    """Where an answer is in its prediction."""
 
     def __init__(self, prediction: abc.Sequence[int]) -> None:
         self.index = NgramIndex(_IN_TEXT, prediction)
-        # After so many tokens the answer was surely at this position, last.
+        # After so many tokens the answer was surely at this position, last: twice a hashed run agreed.
         self._answered = self._position = 0
 
     def find(self, answered: int, suffix: abc.Sequence[int]) -> Match | None:
@@ -278,18 +245,18 @@ class _Aligned:
         index, left = self.index, self._position
         expected = left + answered - self._answered
         run = index.agreement(expected, suffix) if expected <= len(index) else 0
-        if run >= min(_TRUSTED, answered):
+        if run >= min(2 * _IN_TEXT, answered):
             return Match(expected, run)
         found = max(
             index.matches(suffix, _SEARCHED), key=lambda match: (match.length, -abs(match.end - left)), default=None
         )
-        if found is None and suffix[-1] in (ahead := index.tokens[left : left + _AHEAD]):
+        if found is None and suffix[-1] in (ahead := index.tokens[left : left + 2 * _LONGEST]):
             found = Match(left + ahead.index(suffix[-1]) + 1, 1)
         return found
 
     def follow(self, answered: int, match: Match | None) -> None:
         """Take note of where the committed answer is, if that is sure."""
-        if match and match.length >= _TRUSTED:
+        if match and match.length >= 2 * _IN_TEXT:
             self._answered, self._position = answered, match.end
 
 
@@ -302,9 +269,8 @@ class PredictionProposer(Proposer):
         self._aligned: WeakKeyDictionary[Sequence, _Aligned] = WeakKeyDictionary()
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-        """The prediction's next tokens; none while the answer is somewhere else."""
         if not sequence.prediction:
-            return NOTHING
+            return Proposal([], [])
         if sequence not in self._aligned:
             self._aligned[sequence] = _Aligned(sequence.prediction)
         aligned, answered = self._aligned[sequence], sequence.generated
@@ -314,11 +280,7 @@ class PredictionProposer(Proposer):
         if drafts:
             match = aligned.find(answered + len(drafts), [*suffix, *drafts])
         if match is None:
-            return NOTHING
+            return Proposal([], [])
         tokens = aligned.index.tokens[match.end : match.end + max_tokens].tolist()
         lengths = range(match.length, match.length + len(tokens))
-        return Proposal(tokens, [_rate("predicted", length) if length else _START for length in lengths])
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the index of the prediction."""
-        self._aligned.pop(sequence, None)
+        return Proposal(tokens, [_rate("predicted", length) for length in lengths])

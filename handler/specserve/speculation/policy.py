@@ -21,18 +21,18 @@ from __future__ import annotations
 import math
 from collections import abc, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import Step
 
-# benchmarks/simulate.py --sensitivity prints what half and twice of each of these change.
+# `benchmarks/simulate.py --set policy._LOSS_PASSES=5` prints what another value changes.
 
 # Optimistic probe: if four drafts at 95 % do not pay, nothing is drafted in this round.
 _LIKELY, _FEW = 0.95, 4
@@ -50,67 +50,45 @@ _SHARED_MARGIN = 0.25
 _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))
 
 
-class Prices(NamedTuple):
-    """What passes cost in this round, in tokens: their seconds times the tokens that a second yields now.
-
-    Args:
-        target: price of a pass of the target by its number of rows.
-        draft: the same of the draft model.
-    """
+@dataclass
+class Prices:
+    """What passes cost in this round by their number of rows, in tokens: seconds times what a second yields now."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
+    rows: int = 1  # of the target's pass by now
 
 
 class Candidate(NamedTuple):
-    """A sequence that the draft model may draft one more token for.
+    """A sequence that the draft model may draft one more token for."""
 
-    Args:
-        p_all_accepted: the probability that all its drafts so far are accepted.
-        acceptance: the probability that its next draft token is accepted.
-        limit: how many more draft tokens the sequence may have.
-        draft_prefill: the part of the price, in tokens, of what the draft model has not read that this round pays.
-        is_certain: whether the next token is drafted whatever it gains.
+    p_all_accepted: float  # the probability that all its drafts so far are accepted
+    acceptance: float  # the probability that its next draft token is accepted
+    limit: int  # draft tokens that it may still have
+    draft_prefill: float = 0.0  # the part that this round pays of the price of what the draft model has not read
+    is_certain: bool = False  # whether the next token is drafted whatever it gains
+
+
+def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int, float]:
+    """How many further rows the target's pass should have, and their gain in tokens: 0 and 0.0 where none pay.
+
+    `tokens` is what each further row is expected to bring, in the order in which they are taken.
     """
-
-    p_all_accepted: float
-    acceptance: float
-    limit: int
-    draft_prefill: float = 0.0
-    is_certain: bool = False
-
-
-def rows_worth_adding(tokens: abc.Iterable[float], rows: int, prices: Prices) -> tuple[int, float]:
-    """How many further rows the target's pass should have, taken in this order, and their gain in tokens.
-
-    Args:
-        tokens: what each further row is expected to bring.
-        rows: of the target's pass by now.
-        prices: of this round.
-
-    Returns:
-        0 and 0.0 where no number of them pays.
-    """
-    base = prices.target(rows)
+    base = prices.target(prices.rows)
     best = 0, 0.0
     for n, expected in enumerate(accumulate(tokens), 1):
-        gain = expected - (prices.target(rows + n) - base)
+        gain = expected - (prices.target(prices.rows + n) - base)
         if gain > best[1]:
             best = n, gain
     return best
 
 
-def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Prices) -> tuple[list[int], float]:
+def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> tuple[list[int], float]:
     """Which sequences the draft model should draft one more token for, and the expected gain of going on.
 
     Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
     gain of n more tokens for the first k sequences is computed, every token as likely as the first. What is certain is
     drafted in any case, and the others are weighed by what they add to that pass.
-
-    Args:
-        candidates: all that may go on.
-        rows: of the target's pass by now.
-        prices: of this round.
 
     Returns:
         Indices into `candidates`, and the gain in tokens of those that are not certain; 0.0 where nothing pays.
@@ -119,7 +97,7 @@ def choose_for_model(candidates: abc.Sequence[Candidate], rows: int, prices: Pri
     certain = [index for index in able if candidates[index].is_certain]
     weighed = [index for index in able if not candidates[index].is_certain]
     weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
-    rows += len(certain)
+    rows = prices.rows + len(certain)
     base, base_draft = prices.target(rows), prices.draft(len(certain))
     best: tuple[list[int], float] = [], 0.0
     for k in range(1, len(weighed) + 1):
@@ -169,10 +147,6 @@ class Controller:
     """Decides what is drafted: nothing in mode `off`, `gamma` tokens a round in mode `fixed`, what gains in `auto`.
 
     The drafters (drafters.py) execute. It has no clock and no randomness.
-
-    Args:
-        target_cost: of the target's passes.
-        draft_cost: of the draft model's; None without one.
     """
 
     def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None) -> None:
@@ -184,35 +158,22 @@ class Controller:
         self._lengths = {is_grammar: deque(_ASSUMED, _ANSWERS) for is_grammar in (True, False)}
 
     def balance(self, sequence: Sequence) -> Balance:
-        """What drafts have brought and cost a sequence."""
         return self._balances.setdefault(sequence, Balance())
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what a sequence has shown that has ended, but for its length."""
+        """Keep nothing of a sequence that has ended but its length; one that was cut off at its limit would go on."""
         if sequence.generated:
-            # One that was cut off at its limit would go on.
             self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
         self._balances.pop(sequence, None)
-        self.acceptance.forget(sequence)
-
-    def learn(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
-        """Learn from a verification how likely each drafter is right, unless the request has no drafts."""
-        if step.sequence.speculation.mode != "off":
-            self.acceptance.learn_from(step, p, committed)
 
     def prices(
         self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
     ) -> Prices:
-        """What passes cost in this round.
+        """What passes cost in this round, in which at least one sequence decodes.
 
         A second yields the sum of the sequences' speed-ups, and 1 for each that awaits its first token, divided by the
-        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays.
-
-        Args:
-            decoding: the sequences that decode in this round, at least one.
-            target_kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's.
-            awaiting_first_token: number of sequences in prefill or about to be.
+        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays. The KV
+        lengths are how many tokens a row attends to.
         """
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)
@@ -230,16 +191,16 @@ class Controller:
         max_rows: int,
         max_wait_seconds: float,
         kv_len: int,
-        draft_kv_len: int | None,
+        draft_kv_len: int,
     ) -> list[int]:
         """The most draft tokens of each sequence: its gamma, as far as a pass has room and others can wait for them.
 
         Args:
             decoding: the sequences that decode in this round.
-            max_rows: rows of the target's pass that may be drafts.
+            max_rows: of the target's pass that may be drafts.
             max_wait_seconds: that drafts may add to the round; infinite where no other request waits for them.
             kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's; None without one.
+            draft_kv_len: the same of the draft model's.
         """
         # The round may add one token of the target's own.
         asked = [
@@ -250,32 +211,29 @@ class Controller:
         # Below zero where sequences have outgrown what they were promised.
         most = max(0, max_rows) // drafting
         if not math.isinf(max_wait_seconds):
-            draft_pass = self.draft_cost.seconds(drafting, draft_kv_len or 0) if self.draft_cost else 0.0
+            draft_pass = self.draft_cost.seconds(drafting, draft_kv_len) if self.draft_cost else 0.0
             added = self.target_cost.curve(len(decoding) + drafting * most, kv_len)[len(decoding) :: drafting]
             waits = [gamma * draft_pass + seconds - added[0] for gamma, seconds in enumerate(added)]
             most = max((gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds), default=0)
         return [max(0, min(drafts, most)) for drafts in asked]
 
-    def begin_round(self, steps: abc.Sequence[Step], rows: int, prices: Prices) -> list[Step]:
-        """The steps that could get drafts: beside many sequences asking all takes 2 % of a round.
+    def begin_round(self, steps: abc.Sequence[Step], prices: Prices) -> list[Step]:
+        """The steps that could get drafts, without any yet: beside many sequences asking all takes 2 % of a round.
 
-        Args:
-            steps: all of the round; takes note in those that the draft model drafts nothing for.
-            rows: of the target's pass without drafts.
-            prices: of this round.
+        It takes note in those that the draft model drafts nothing for.
         """
         able = [step for step in steps if step.max_drafts > 0]
         fixed = [step for step in able if _is_fixed(step)]
         likely = [Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts)) for step in able if not _is_fixed(step)]
         certain = [Candidate(1.0, 1.0, step.max_drafts, is_certain=True) for step in fixed]
-        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), rows, prices)
-        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], rows, prices)[1] > 0
+        rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), prices)
+        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], prices)[1] > 0
         for step in able:
             step.model_ended = not (model_may_pay or _is_fixed(step))
         return able if rows_pay else fixed
 
     def proposal_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, rows: int, prices: Prices
+        self, step: Step, probabilities: list[float], by_model: Candidate | None, prices: Prices
     ) -> int:
         """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
@@ -287,28 +245,22 @@ class Controller:
             step: with the drafts before it.
             probabilities: acceptance probability of each proposed token.
             by_model: the sequence as the draft model may go on with it instead; None where it may not.
-            rows: of the target's pass by now.
             prices: of this round.
         """
         if _is_fixed(step):
             least = by_model.acceptance if by_model else 0.0
             return next((index for index, p in enumerate(probabilities) if p < least), len(probabilities))
         accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
-        length, gain = rows_worth_adding(accepted, rows, prices)
+        length, gain = rows_worth_adding(accepted, prices)
         if by_model is None:
             return length
         by_model = by_model._replace(limit=min(by_model.limit, length))
-        return length if gain > choose_for_model([by_model], rows, prices)[1] else 0
+        return length if gain > choose_for_model([by_model], prices)[1] else 0
 
     def candidate(self, step: Step, pending: int, prices: Prices) -> Candidate | None:
-        """What is known of a step before the draft model drafts its next token.
+        """What is known of a step before the draft model reads `pending` tokens and drafts the next one.
 
         None while drafts have lost too much for the sequence's length; other drafters go on.
-
-        Args:
-            step: with the drafts before it.
-            pending: tokens that the draft model has to read before that.
-            prices: of this round.
         """
         sequence = step.sequence
         acceptance = self.acceptance.of_next(sequence)

@@ -10,11 +10,6 @@ from typing import ClassVar, NamedTuple, Protocol
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.sequence import DrafterName, Sequence
 
-# Assumed probability that a forced token is right: the same characters could be split into other tokens; and that the
-# last one is, where the model may choose a longer one that goes on beyond the forced text. The controller learns from
-# then on what verification shows.
-_FORCED_CONFIDENCE, _LAST_FORCED_CONFIDENCE = 0.9, 0.6
-
 
 class Proposal(NamedTuple):
     """Tokens that may follow, and the probability of each if all before it are right."""
@@ -28,12 +23,9 @@ class Proposal(NamedTuple):
         return float(sum(accumulate(self.confidence, mul)))
 
     def until(self, end_tokens: Container[int]) -> Proposal:
-        """The same without what follows the first of these tokens."""
+        """Without what follows the first of these tokens."""
         length = next((n for n, token in enumerate(self.tokens, 1) if token in end_tokens), len(self.tokens))
         return Proposal(self.tokens[:length], self.confidence[:length])
-
-
-NOTHING = Proposal([], [])
 
 
 class Proposer(Protocol):
@@ -50,18 +42,19 @@ class Proposer(Protocol):
 
 
 class GrammarProposer(Proposer):
-    """Proposes the characters that the request's grammar leaves no choice about."""
+    """Proposes the characters that the request's grammar leaves no choice about, as the tokenizer would write them."""
 
     name: ClassVar[DrafterName] = "grammar"
 
     def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-        """The forced tokens, as the tokenizer would write them; see `Proposer.propose`."""
         if sequence.constraint is None:
-            return NOTHING
+            return Proposal([], [])
         try:
             tokens = sequence.constraint.forced([*sequence.answer, *drafts], max_tokens + 1)
         except (ConstraintError, MaskDeferred):
             # Verification asks the grammar about the same position.
-            return NOTHING
-        confidence = [*[_FORCED_CONFIDENCE] * (len(tokens) - 1), _LAST_FORCED_CONFIDENCE]
+            return Proposal([], [])
+        # The same characters could be split into other tokens, and instead of the last the model may choose a longer
+        # one. The two numbers lie in different bins of the calibration, which learns how often each kind is right.
+        confidence = [*[0.9] * (len(tokens) - 1), 0.6]
         return Proposal(tokens[:max_tokens], confidence[: min(len(tokens), max_tokens)])

@@ -26,9 +26,9 @@ from time import perf_counter
 
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, is_greedy
+from specserve.sampling.distribution import FloatArray
 from specserve.sampling.logits import TargetDistributions, score
-from specserve.speculation.costs import share_time
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
@@ -49,9 +49,9 @@ def run_round(
     what was accepted. The caller keeps statistics, and clears the caches of steps that failed.
 
     Args:
-        target: the target's cache.
-        drafters: all drafters, with their controller.
-        steps: one for each sequence of the round, in the order in which they are verified.
+        target: its cache.
+        drafters: all of them, with their controller.
+        steps: one for each sequence, in the order in which they are verified.
         clock: seconds.
         awaiting_first_token: number of sequences in prefill or about to be; they make time more valuable.
 
@@ -71,11 +71,14 @@ def run_round(
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()
     cost = drafters.controller.target_cost
-    share_time(steps, cost, max(kv_lens), draft_seconds=drafted - started, target_seconds=passed - drafted)
+    _share_time(steps, cost, max(kv_lens), draft_seconds=drafted - started, target_seconds=passed - drafted)
     row_counts = [step.rows + step.draft_rows for step in steps]
     # Distributions and verification take time for every row, so they belong to the cost of a pass; the grammar masks
     # and log-probabilities of some sequences do not.
-    has_extras = any(_needs_masks_or_scores(step) for step in steps)
+    has_extras = any(
+        step.sequence.constraint is not None or step.sequence.top_logprobs is not None or step.scores_rows
+        for step in steps
+    )
     first = 0
     for step in steps:
         end = first + step.rows_with_logits + step.draft_rows
@@ -88,9 +91,30 @@ def run_round(
     cost.observe(sum(row_counts), sum(map(mul, row_counts, kv_lens)) // sum(row_counts), measured)
 
 
-def _needs_masks_or_scores(step: Step) -> bool:
-    """Whether its sequence needs grammar masks or log-probabilities."""
-    return step.sequence.constraint is not None or step.sequence.top_logprobs is not None or step.scores_rows
+def _share_time(
+    steps: list[Step], costs: PassCosts, kv_len: int, *, draft_seconds: float, target_seconds: float
+) -> None:
+    """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
+
+    Its tokens are not committed yet; `kv_len` is how many tokens of the target's cache a row attends to.
+    """
+    decoding = sum(not step.in_prefill for step in steps)
+    rows = sum(step.rows for step in steps)
+    drafts = sum(step.draft_rows for step in steps)
+    decode, plain = costs.seconds(decoding, kv_len), costs.seconds(rows, kv_len)
+    # By the table a pass may be cheaper with more rows.
+    draft_row = max(0.0, costs.seconds(rows + drafts, kv_len) - plain) / max(1, drafts)
+    prompt_row = max(0.0, plain - decode) / max(1, rows - decoding)
+    for step in steps:
+        step.seconds.plain = step.rows * prompt_row if step.in_prefill else decode / decoding
+        step.seconds.target_drafts = step.draft_rows * draft_row
+    # Drafts that took no pass have taken time for grammar masks at most.
+    drafting = [step.seconds.draft_model for step in steps]
+    drafting = drafting if any(drafting) else [float(step.draft_rows) for step in steps]
+    passes = [step.seconds.target_pass for step in steps]
+    for step, draft_part, target_part in zip(steps, drafting, passes, strict=True):
+        step.seconds.draft = draft_seconds * (draft_part / sum(drafting) if any(drafting) else 1 / len(steps))
+        step.seconds.target = target_seconds * target_part / sum(passes)
 
 
 def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray) -> None:
@@ -98,12 +122,8 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
 
     The caches then hold what is committed, but for its last token. An error leaves them to the caller.
 
-    Args:
-        target: its cache.
-        drafters: all drafters.
-        step: whose rows the target has read.
-        logits: of these, shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need
-            some, after each draft, and after each alternative.
+    The logits have shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need some,
+    after each draft, and after each alternative.
     """
     sequence, controller = step.sequence, drafters.controller
     try:
@@ -138,10 +158,7 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
 def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many tokens.
 
-    Args:
-        controller: learns from the verification.
-        step: its drafts, which the target has read.
-        logits: the target's rows, from that of the sequence's last token on.
+    The logits are the target's rows, from that of the sequence's last token on.
 
     Raises:
         FloatingPointError: the logits are not finite.
@@ -154,7 +171,8 @@ def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
     if not committed:
         sequence.deferrals += 1
         return 0
-    controller.learn(step, p, committed)
+    if sequence.speculation.mode != "off":
+        controller.acceptance.learn_from(step, p, committed)
     sequence.deferrals = 0
     sequence.round_number += 1
     if sequence.top_logprobs is not None:
@@ -182,7 +200,7 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
     """
     sampling, speculation = step.sequence.sampling, step.sequence.speculation
     try:
-        if is_greedy(sampling):
+        if sampling.is_greedy:
             return accept_equal(p.argmax, step.draft_tokens)
         q = [draft.q for draft in step.drafts if draft.q is not None]
         return RULES[speculation.verification].verify(p, q, step.draft_tokens, step.noise)

@@ -19,112 +19,68 @@ from specserve.sequence import DrafterName, Sequence
 
 
 class Alternative(NamedTuple):
-    """A token that may be recovered where a draft is the first to be rejected (alternatives.py).
+    """A token that may be recovered where a draft is the first to be rejected (alternatives.py)."""
 
-    Args:
-        draft_index: the index of the draft that it would replace.
-        token: the draft model's next choice after the draft and the alternatives before it.
-        share: its share of the probability that these leave.
-        gain: the estimated probability that it is recovered; the round then commits one more token.
-    """
-
-    draft_index: int
-    token: int
-    share: float
-    gain: float
+    draft_index: int  # of the draft that it would replace
+    token: int  # the draft model's next choice after the draft and the alternatives before it
+    share: float  # of the probability that these leave
+    gain: float  # the estimated probability that it is recovered; the round then commits one more token
 
 
 class Draft(NamedTuple):
-    """A draft token.
-
-    Args:
-        token: the token.
-        q: the distribution that it was sampled from, shape (vocabulary,); None where the request is greedy, whose
-            verification needs none.
-        drafter: who drafted it.
-        confidence: a model's largest probability at temperature 1; other drafters estimate how likely the token is
-            right.
-        acceptance: the estimated probability that it is accepted if all drafts before it are.
-        alternatives: to it, which the target may read or not.
-    """
-
     token: int
+    # The distribution that it was sampled from, shape (vocabulary,); None where the request is greedy.
     q: FloatArray | None
     drafter: DrafterName
+    # A model's largest probability at temperature 1; other drafters estimate how likely the token is right.
     confidence: float
-    acceptance: float = 1.0
-    alternatives: tuple[Alternative, ...] = ()
+    acceptance: float = 1.0  # the estimated probability that it is accepted if all drafts before it are
+    alternatives: tuple[Alternative, ...] = ()  # to it, which the target may read or not
 
 
 @dataclass
 class TimeShare:
-    """One step's part of the seconds of a round, which sequences share (costs.py).
-
-    Args:
-        draft: of drafting.
-        target: of the target's pass.
-        other: of all else.
-        draft_model: of the draft model's passes, by the cost table.
-        plain: what the target's pass would have taken of its time, had no sequence drafted, by the cost table.
-        target_drafts: what its drafts add to the target's pass, by the cost table.
-        of_target: the share of the target's pass, and of what follows it.
-    """
+    """One step's part of the seconds of a round, which sequences share (round.py)."""
 
     draft: float = 0.0
     target: float = 0.0
     other: float = 0.0
-    draft_model: float = 0.0
-    plain: float = 0.0
-    target_drafts: float = 0.0
-    of_target: float = 0.0
+    # By the cost table.
+    draft_model: float = 0.0  # of its passes
+    plain: float = 0.0  # what the target's pass would have taken of its time, had no sequence drafted
+    target_drafts: float = 0.0  # what its drafts add to the target's pass
+
+    @property
+    def target_pass(self) -> float:
+        return self.plain + self.target_drafts
 
 
 @dataclass(eq=False)
 class Step:
-    """What one sequence does in one round.
+    """What one sequence does in one round."""
 
-    The scheduler plans:
-
-    Args:
-        sequence: whose step it is.
-        cached: how many of its tokens the target's cache holds before the round.
-        rows: how many of its pending tokens the target reads; fewer than all in a prefill chunk but the last.
-        max_drafts: the most rows for draft tokens and alternatives after them; 0 in a prefill.
-        running: number of sequences that are running.
-
-    The round adds:
-
-        drafts: in order.
-        refused: the first token of each proposal for the round's first position of which nothing was drafted; p_0 shows
-            all the same if it was right, so its drafter learns.
-        alternatives: those to the drafts that the target reads.
-        model_ended: whether the draft model drafts no more in this round.
-        n_accepted: how many drafts were accepted.
-        n_committed: how many tokens the round committed: these, the rule's own, and one after an adopted alternative.
-        adopted: whether an alternative was recovered, and the round committed one more token after it.
-        error: why the sequence failed.
-        seconds: its part of the round's time.
-    """
-
+    # The scheduler plans.
     sequence: Sequence
-    cached: int
-    rows: int
-    max_drafts: int = 0
-    running: int = 1
+    cached: int  # tokens of it that the target's cache holds before the round
+    rows: int  # of its pending tokens that the target reads; fewer than all in a prefill chunk but the last
+    max_drafts: int = 0  # rows for draft tokens and alternatives; 0 in a prefill
+    running: int = 1  # sequences
+    # The round adds.
     drafts: list[Draft] = field(default_factory=list)
+    # The first token of each proposal for the round's first position of which nothing was drafted; p_0 shows all the
+    # same if it was right, so its drafter learns.
     refused: list[Draft] = field(default_factory=list)
-    alternatives: list[Alternative] = field(default_factory=list)
-    model_ended: bool = False
-    n_accepted: int = 0
-    n_committed: int = 0
-    adopted: bool = False
-    error: Exception | None = None
+    alternatives: list[Alternative] = field(default_factory=list)  # that the target reads
+    model_ended: bool = False  # whether the draft model drafts no more
+    n_accepted: int = 0  # of the drafts
+    n_committed: int = 0  # these, the rule's own token, and one after an adopted alternative
+    adopted: bool = False  # whether an alternative was recovered, and one more token committed after it
+    error: Exception | None = None  # why the sequence failed
     seconds: TimeShare = field(default_factory=TimeShare)
-    # What holds before the round: the length of the answer; whether the step is a prefill, of the prompt or of what a
-    # preempted sequence had before; whether it is to commit tokens (with `max_tokens` 0 none is wanted).
-    position: int = field(init=False)
-    in_prefill: bool = field(init=False)
-    commits: bool = field(init=False)
+    # What holds before the round.
+    position: int = field(init=False)  # the length of the answer
+    in_prefill: bool = field(init=False)  # of the prompt, or of what a preempted sequence had before
+    commits: bool = field(init=False)  # whether it is to commit tokens; with `max_tokens` 0 none is wanted
     noise: Noise = field(init=False)
     # The grammar's mask after so many drafts, shape (vocabulary,); None allows all tokens.
     _mask: NDArray[np.bool_] | None = None
@@ -149,17 +105,14 @@ class Step:
 
     @property
     def draft_tokens(self) -> list[int]:
-        """The draft tokens, in order."""
         return [draft.token for draft in self.drafts]
 
     @property
     def drafted_by(self) -> list[DrafterName]:
-        """The drafters of the drafts, in order."""
         return [draft.drafter for draft in self.drafts]
 
     @property
     def p_all_accepted(self) -> float:
-        """The estimated probability that all drafts are accepted."""
         return prod(draft.acceptance for draft in self.drafts)
 
     @property
@@ -168,7 +121,7 @@ class Step:
         return len(self.sequence.tokens) + len(self.drafts)
 
     def tokens_from(self, first: int) -> list[int]:
-        """The tokens of the sequence from a position on, draft tokens included."""
+        """From a position on, draft tokens included."""
         return [*self.sequence.tokens[first:], *self.draft_tokens[max(0, first - len(self.sequence.tokens)) :]]
 
     @property
@@ -181,16 +134,9 @@ class Step:
         """How many more tokens may be drafted, or read as alternatives."""
         return self.max_drafts - self.draft_rows
 
-    def add(self, draft: Draft) -> None:
-        """Draft one more token; it stays in the round whatever it is."""
-        self.drafts.append(draft)
-
     def contained(self) -> Contained:
         """Keep what is raised within from the other steps of the round: it becomes this one's `error`."""
-        return Contained(self.sequence.info.request, self._fail)
-
-    def _fail(self, error: Exception) -> None:
-        self.error = error
+        return Contained(self.sequence.info.request, lambda error: setattr(self, "error", error))
 
     def compute_mask(self) -> bool:
         """Compute the grammar's mask after the drafts; False if the round has no time for it."""
@@ -208,11 +154,7 @@ class Step:
         return self.compute_mask() and (self._mask is None or bool(self._mask[token]))
 
     def is_over(self, end_tokens: frozenset[int]) -> bool:
-        """Whether nothing can follow the drafts: the last is an end token, or the grammar allows no other token.
-
-        Args:
-            end_tokens: those that end an answer.
-        """
+        """Whether nothing can follow the drafts: the last is an end token, or the grammar allows no other token."""
         if self.drafts and self.drafts[-1].token in end_tokens:
             return True
         mask = self._mask if self._mask_after == len(self.drafts) else None
@@ -269,11 +211,7 @@ class Step:
         return min(self.n_accepted, len(self.emitted))
 
     def count(self, now: float) -> None:
-        """Add the round to the statistics of its sequence; the round that ends a prefill is no decode round.
-
-        Args:
-            now: when the round ended, in seconds.
-        """
+        """Add the round, which has ended now, to its sequence's statistics; the end of a prefill is no decode round."""
         sequence, stats, times, seconds = self.sequence, self.sequence.stats, self.sequence.timestamps, self.seconds
         if self.emitted:
             times.last_token = now

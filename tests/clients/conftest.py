@@ -11,7 +11,6 @@ import pytest
 from ours import Ours
 from server import Server, running, tiny
 from store import CONFIG
-from tiny_config import tiny_config
 from wire import Wire, recording
 
 
@@ -25,18 +24,8 @@ def _no_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with one slot, so that log-probabilities do not depend on earlier or concurrent requests.
-
-    With llama.cpp's attention a sequence's sums are added in an order that depends on the other sequences in the cache.
-    """
-    with running(config=tiny_config(tmp_path_factory.mktemp("config"), handler={"sequences": 1})) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def shared_server() -> Iterator[Server]:
-    """A server that decodes eight sequences at once."""
+def server() -> Iterator[Server]:
+    """A server with the tiny pair; with our kernels log-probabilities do not depend on other requests."""
     with running() as server:
         yield server
 
@@ -48,13 +37,11 @@ def ours() -> Ours:
 
 @pytest.fixture(scope="session")
 def model(ours: Ours) -> Path:
-    """The file of the server's target."""
     return ours.target(tiny())
 
 
 @pytest.fixture(scope="session")
 def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tokenizer for that target."""
     directory = tmp_path_factory.mktemp("tokenizer")
     # Its packages are in the environment of the tests that use it.
     importlib.import_module("gguf_tokenizer").save_tokenizer(model, directory)
@@ -63,7 +50,6 @@ def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
-    """A server with the default pair."""
     with running(config=CONFIG) as server:
         yield server
 

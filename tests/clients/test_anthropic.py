@@ -32,7 +32,6 @@ def client(wire: Wire) -> anthropic.Anthropic:
 
 
 def result_of(call: Any, content: Any) -> dict[str, Any]:
-    """A message with the result of a call."""
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": content}]}
 
 

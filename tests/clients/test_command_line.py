@@ -141,8 +141,6 @@ def claude(*, is_small: bool) -> Agent:
 
 
 def continue_() -> Agent:
-    """Continue's program for the command line."""
-
     def config(wire: Wire) -> dict[str, str]:
         model = {
             "name": "specserve",
@@ -189,7 +187,6 @@ def repository(tmp_path: Path) -> Path:
 
 
 def write(directory: Path, files: dict[str, str]) -> None:
-    """Write files by their paths."""
     for path, text in files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text.replace("HOME", str(directory)))

@@ -21,7 +21,6 @@ MESSAGES: list[Any] = [{"role": "system", "content": RULES}, {"role": "user", "c
 
 
 def options(wire: Wire, protocol: str) -> dict[str, Any]:
-    """The arguments that choose the server and the protocol."""
     if protocol == "messages":
         # Its key goes into a header that TorchServe does not read.
         headers = {"Authorization": f"Bearer {wire.key}"}

@@ -25,7 +25,6 @@ class Weather(BaseModel):
 
 
 def client(server: Server, **changes: Any) -> OpenAILike:
-    """LlamaIndex's class for both routes."""
     return OpenAILike(api_base=f"{server.url}/v1", api_key=server.key, max_retries=0, **SETTINGS | changes)
 
 

@@ -14,7 +14,6 @@ from wire import Wire
 
 
 def model(wire: Wire) -> OpenAILike:
-    """LlamaIndex's class for chats with tools."""
     return OpenAILike(
         model=MODEL,
         api_base=f"{wire.url}/v1",

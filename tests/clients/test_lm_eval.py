@@ -21,7 +21,6 @@ CONCURRENT = {"batch_size": 2, "num_concurrent": 4}
 
 
 def settings_for(server: Server, tokenizer: Path, **changes: int) -> dict[str, Any]:
-    """The harness's model arguments for a server."""
     return {
         "base_url": f"{server.url}/v1/completions",
         "model": "tiny",
@@ -40,7 +39,6 @@ def settings(request: pytest.FixtureRequest, server: Server, tokenizer: Path) ->
 
 
 def evaluate(task: str, settings: dict[str, Any], server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The metrics of a task, and its samples."""
     monkeypatch.chdir(PROJECT)  # the tasks' paths are relative to it
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
@@ -112,17 +110,3 @@ def test_generated_continuations_equal_decoding_without_speculation(
     for item in samples:
         answer = server.client().completions.create(prompt=item["doc"]["question"], extra_body=plain, **body)
         assert item["resps"][0][0] == answer.choices[0].text
-
-
-def test_loglikelihoods_of_sequences_that_share_passes_are_nearly_equal(
-    shared_server: Server, tokenizer: Path, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal except for the order of sums, to which the tiny model is sensitive: differences up to 0.6 % were measured.
-
-    If the numbers of two texts were exchanged, nearly all would differ by several times as much.
-    """
-    settings = settings_for(shared_server, tokenizer, **CONCURRENT)
-    _, samples = evaluate("specserve_choices", settings, shared_server, monkeypatch)
-    expected = loglikelihoods(ours, model, [pair for item in samples for pair in item["arguments"]])
-    reported = [answer[0][0] for item in samples for answer in item["resps"]]
-    assert reported == pytest.approx([value for value, _ in expected], rel=0.03)

@@ -26,13 +26,11 @@ TEXTS = [
 
 
 def sample(seed: int, count: int) -> list[str]:
-    """Random texts."""
     rng = random.Random(seed)
     return ["".join(rng.choices(ALPHABET, k=rng.randint(1, 60))) for _ in range(count)]
 
 
 def assert_same_tokens(ours: Ours, model: Path, directory: Path) -> None:
-    """Both tokenizers give the same ids for every text."""
     texts = TEXTS + sample(1, 2000)
     save_tokenizer(model, directory)
     theirs = AutoTokenizer.from_pretrained(directory)(texts).input_ids

@@ -17,12 +17,10 @@ MESSAGES = {"tools": [{"name": "count", "input_schema": SCHEMA}]}
 
 
 def stream(*events: Any) -> bytes:
-    """Server-sent events."""
     return "".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events).encode()
 
 
 def delta(**call: Any) -> Any:
-    """A chunk of a chat with a piece of a call."""
     return {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": call}]}}]}
 
 

@@ -65,7 +65,6 @@ def test_a_worker_takes_its_weights_the_caches_that_it_announces_and_little_else
 
 
 def complete(server: Server, prompt: str, max_tokens: int = 32, **speculation: Any) -> Any:
-    """A greedy completion."""
     return server.client().completions.create(
         model=MODEL,
         prompt=prompt,

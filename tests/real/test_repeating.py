@@ -79,6 +79,7 @@ def test_the_default_pair_is_batch_invariant(role: str) -> None:
     loaded.model.close()
 
 
+@pytest.mark.long
 def test_a_published_file_is_not_batch_invariant_with_llama_cpps_kernels(published: Loaded) -> None:
     assert 0.01 < published.difference < 1
 
@@ -171,6 +172,7 @@ def plain(answers: list[tuple[PlainOutput, list[int]]]) -> list[PlainOutput]:
     return [output for output, _ in answers]
 
 
+@pytest.mark.long
 def test_speculation_changes_greedy_output_only_at_near_ties(
     published: Loaded, answers: list[tuple[PlainOutput, list[int]]]
 ) -> None:
@@ -183,6 +185,7 @@ def test_speculation_changes_greedy_output_only_at_near_ties(
     assert max(gaps) <= 2 * published.difference
 
 
+@pytest.mark.long
 def test_the_near_tie_check_rejects_a_rule_that_accepts_every_draft(
     published: Loaded, plain: list[PlainOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from specserve.cli.paths import CONFIG, DEFAULT_CONFIG
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama_model import LlamaModel, check_same_vocabulary
 from specserve.errors import ModelLoadError
-from specserve.sequence import Sequence
 
 pytestmark = pytest.mark.real
 
@@ -25,7 +24,6 @@ PROMPTS = {
     "json": '{"name": "Alice", "age": 30}\n{"name": "Bob", "age": 25}\n{"name": "',
     "prose": "The lighthouse keeper had not spoken to anyone for",
 }
-Answers = dict[str, tuple[Sequence, Sequence]]
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +31,6 @@ def smollm2() -> Pair:
     config = prepared_handler(SMOLLM2)
     # One thread varies less than one a core if the machine does other things as well.
     return Pair(config.model_copy(update={"threads": 1, "sequences": 1, "context_length": 512}))
-
-
-@pytest.fixture(scope="module")
-def greedy(smollm2: Pair) -> Answers:
-    """Every prompt answered without speculation and with it."""
-    fields: dict[str, Any] = {"max_tokens": 32, "temperature": 0}
-    return {
-        family: (
-            smollm2.complete(prompt, **fields, speculation=PLAIN).sequence,
-            smollm2.complete(prompt, **fields, speculation=fixed_gamma(3)).sequence,
-        )
-        for family, prompt in PROMPTS.items()
-    }
 
 
 def logits_of(engine: Engine, tokens: list[int], *, rows: int) -> FloatArray:
@@ -81,28 +66,25 @@ def test_the_chat_template_adds_its_system_prompt_and_a_question_is_answered(smo
     assert completion.finish_reason == "stop"
 
 
-def test_greedy_output_is_the_same_with_speculation_or_differs_at_a_near_tie(smollm2: Pair, greedy: Answers) -> None:
-    """It was the same on the x86 this was written on; another CPU may round passes of more rows differently."""
-    for family, (plain, speculative) in greedy.items():
+def test_greedy_output_is_the_same_with_speculation_or_differs_at_a_near_tie(smollm2: Pair) -> None:
+    """It was the same on the x86 this was written on; another CPU may round passes of more rows differently.
+
+    In prose fewer than half of the drafts are accepted: so small a model is uncertain.
+    """
+    drafted = accepted = 0
+    for family, prompt in PROMPTS.items():
+        fields: dict[str, Any] = {"max_tokens": 32, "temperature": 0}
+        plain = smollm2.complete(prompt, **fields, speculation=PLAIN).sequence
+        speculative = smollm2.complete(prompt, **fields, speculation=fixed_gamma(3)).sequence
         assert plain.stats.drafted == 0, family
         assert 0 < speculative.stats.accepted < speculative.stats.drafted, family
         assert plain.tokens == speculative.tokens or differs_first_at_a_near_tie(
             smollm2.models.target.engine, plain.tokens, speculative.tokens
         ), family
-
-
-def test_most_drafts_in_code_and_json_are_accepted(greedy: Answers) -> None:
-    """In prose less than half is: so small a model is uncertain, and its output depends on rounding."""
-    statistics = [greedy[family][1].stats for family in ("code", "json")]
-    assert sum(stats.accepted for stats in statistics) > 0.6 * sum(stats.drafted for stats in statistics)
-
-
-def test_seeded_output_is_the_same_with_and_without_speculation(smollm2: Pair) -> None:
-    fields: dict[str, Any] = {"max_tokens": 16, "temperature": 0.7, "seed": 3}
-    plain = smollm2.complete(PROMPTS["code"], **fields, speculation=PLAIN)
-    speculative = smollm2.complete(PROMPTS["code"], **fields, speculation=fixed_gamma(3))
-    assert speculative.text == plain.text
-    assert speculative.sequence.stats.accepted > 0
+        if family != "prose":
+            drafted += speculative.stats.drafted
+            accepted += speculative.stats.accepted
+    assert accepted > 0.6 * drafted
 
 
 def test_smollm2_is_refused_as_a_draft_for_qwen(smollm2: Pair) -> None:

@@ -22,7 +22,6 @@ CONTROL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token"
 
 
 def save_tokenizer(model: Path, directory: Path) -> None:
-    """Write the files that `AutoTokenizer.from_pretrained(directory)` reads."""
     fields = GGUFReader(model).fields
 
     def value(name: str) -> Any:

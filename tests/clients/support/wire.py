@@ -50,7 +50,6 @@ class Exchange:
 
     @property
     def tools(self) -> dict[str, Json]:
-        """The schemas of the tools that the client runs."""
         functions = [tool.get("function") or tool for tool in self.request.get("tools") or []]
         return {
             tool["name"]: tool.get("parameters") or tool.get("input_schema") or {}
@@ -60,7 +59,6 @@ class Exchange:
 
     @property
     def results(self) -> int:
-        """How many results of tools the client has sent."""
         turns = self.request.get("messages") or self.request.get("input") or []
         parts = [part for turn in turns if isinstance(turn, dict) for part in (turn, *_dicts(turn.get("content")))]
         kinds = [part.get("type") if part.get("role") != "tool" else "tool" for part in parts]
@@ -131,7 +129,6 @@ class Wire:
 
     @property
     def called(self) -> list[str]:
-        """The tools that the model has called."""
         return [name for exchange in self.exchanges for name, _ in exchange.calls]
 
     @property
@@ -168,7 +165,7 @@ def recording(upstream: str, path: str, key: str) -> Iterator[Wire]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: object) -> None:
-            """Print nothing."""
+            pass
 
         def _forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -28,7 +28,7 @@ from tiny_config import tiny_config
 pytestmark = pytest.mark.server
 
 
-def examples(count: int) -> Any:
+def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 

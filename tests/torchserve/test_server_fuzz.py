@@ -28,7 +28,7 @@ from tiny_config import tiny_config
 pytestmark = pytest.mark.server
 
 
-def examples(count: int) -> Any:
+def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -117,10 +117,12 @@ def test_the_openapi_document_is_served_and_valid(fuzzed: Server) -> None:
 
 
 # Requests that the document allows or, in negative mode, forbids.
-CASES = st.one_of(
-    DOCUMENT[path]["POST"].as_strategy(generation_mode=mode)
-    for path in (COMPLETIONS, CHATS, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
-    for mode in GenerationMode
+CASES: Any = st.one_of(
+    [
+        DOCUMENT[path]["POST"].as_strategy(generation_mode=mode)
+        for path in (COMPLETIONS, CHATS, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+        for mode in GenerationMode
+    ]
 )
 
 

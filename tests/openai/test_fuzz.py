@@ -60,7 +60,7 @@ def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: Gr
     prompts = [Prompt([1, 2], "")]
     if kind is InfillRequest:
         prompts = [infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)]
-        request = request.completion(*prompts)
+        request = request.completion()
     elif kind is CompletionRequest:
         prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     else:

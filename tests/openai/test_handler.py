@@ -570,6 +570,7 @@ def test_a_client_is_known_by_its_key_however_the_header_is_spelt() -> None:
         ({"x-api-key": "Bearer a"}, True),
         ({"X-API-Key": "b"}, False),
         ({"Authorization": "Bearer a", "authorization": "Bearer b"}, False),
+        ({"Authorization": "Bearer b", "authorization": "Bearer a"}, False),
         ({}, False),
     ):
         sent: list[dict[str, str]] = [{"Authorization": "Bearer a"}, {**headers}]

@@ -232,6 +232,7 @@ def prompt_of(source: str, **fields: Any) -> str:
 def test_the_template_gets_the_tools_unless_none_may_be_called() -> None:
     assert prompt_of(TEMPLATE) == "weather time hello"
     assert prompt_of(TEMPLATE, tool_choice="none") == "hello"
+    assert not parse_body({**BODY, "tool_choice": "none"}, ChatRequest).callable_tools
     assert prompt_of(
         "{# <tool_call> #}{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}"
     ).startswith('{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"')

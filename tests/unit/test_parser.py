@@ -15,18 +15,18 @@ MIB = 2**20
 
 
 class Routes:
-    """Records whose requests are parsed; the first waits until it may."""
+    """Records whose requests are parsed; each waits until it may."""
 
     def __init__(self) -> None:
         self.parsed: list[str] = []
-        self.may_begin, self.long_may_begin = threading.Event(), threading.Event()
+        self.may_begin, self.long_may_begin = threading.Semaphore(0), threading.Event()
         self.long_may_begin.set()
 
     def generates(self, route: str) -> bool:
         return route == "v1/completions"
 
     def respond(self, incoming: Incoming) -> Response:
-        self.may_begin.wait(30)
+        self.may_begin.acquire(timeout=30)
         if incoming.size > LONG_BODY:
             self.long_may_begin.wait(30)
         self.parsed.append(incoming.request_id)
@@ -50,7 +50,7 @@ def begin(parser: Parser, name: str, *, size: int = 10) -> None:
 
 def statuses(parser: Parser, routes: Routes) -> dict[str, int]:
     """The status of each request, once all are parsed."""
-    routes.may_begin.set()
+    routes.may_begin.release(100)
     taken: dict[str, int] = {}
     while len(parser._parsing):
         for name, parsing in parser.take(idle=True).items():
@@ -67,6 +67,19 @@ def test_clients_take_turns(parser: Parser, routes: Routes) -> None:
     assert " ".join(routes.parsed) in {"a1 a2 b1 c1 a3 b2 a4", "a1 b1 c1 a2 b2 a3 a4"}
 
 
+def test_a_client_that_always_has_two_waiting_starves_no_other(parser: Parser, routes: Routes) -> None:
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
+        begin(parser, name)
+    for count in range(1, 9):
+        routes.may_begin.release()
+        while len(routes.parsed) < count or routes.parsed[-1] in parser:
+            parser.take(idle=True)
+        if routes.parsed[-1].startswith("b"):
+            begin(parser, f"b{count + 2}")
+    assert {"a1", "a2", "a3", "a4"} <= {*routes.parsed}
+    statuses(parser, routes)
+
+
 def test_a_client_that_sends_many_long_bodies_is_refused_and_others_are_not(parser: Parser, routes: Routes) -> None:
     for number in range(5):
         begin(parser, f"a{number}", size=MIB)
@@ -80,7 +93,7 @@ def test_a_short_body_waits_for_no_long_one(parser: Parser, routes: Routes) -> N
     routes.long_may_begin.clear()
     begin(parser, "a1", size=MIB)
     begin(parser, "b1")
-    routes.may_begin.set()
+    routes.may_begin.release(100)
     taken: dict[str, object] = {}
     while "b1" not in taken:
         taken |= parser.take(idle=True)

@@ -12,10 +12,7 @@ from specserve.engine.kernel_library import library
 
 
 class AttentionCache:
-    """Scales and positions beside the keys and values that llama.cpp's cache holds, which are 16-bit numbers.
-
-    llama.cpp decides in which cell of its cache a token lies.
-    """
+    """Scales and positions beside the 16-bit keys and values in llama.cpp's cache, which decides where a token lies."""
 
     def __init__(self) -> None:
         self._handle = library().specserve_new_cache()
@@ -29,13 +26,11 @@ class AttentionCache:
     def computing(
         self, positions: NDArray[np.int32], *, saved: NDArray[np.uint8] | None, head: NDArray[np.int32] | None
     ) -> Iterator[None]:
-        """A pass of this cache's context is computed meanwhile, or rows are loaded into it.
+        """A pass of this cache's context, over rows at these positions, is computed meanwhile.
 
-        Args:
-            positions: of its rows.
-            saved: what `save` returned for these rows, which is copied into the cache while nothing is computed.
-            head: ascending groups of columns of the model's head (draft_head.py): the other logits are -inf; None for
-                all. A head in a format without a kernel here is always computed as a whole.
+        With what `save` returned for these rows nothing is computed, but that copied into the cache. Of the model's
+        head only some groups of columns are computed (draft_head.py), and the other logits are -inf; a head in a format
+        without a kernel here is always computed as a whole.
         """
         source = None if saved is None else saved.ctypes.data
         library().specserve_begin_pass(self._handle, positions.ctypes.data, positions.size, source)

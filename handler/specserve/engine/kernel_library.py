@@ -42,7 +42,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Unusable(Exception):
-    """The kernels cannot be used, for the reason that the message gives."""
+    """The message says why the kernels cannot be used."""
 
 
 def library_path() -> Path:

@@ -89,8 +89,7 @@ def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
     """
     found, before = loaded(), calls()
     if found:
-        # The notes of earlier passes.
-        found.specserve_left()
+        found.specserve_left()  # forgets earlier passes
     run()
     after, left = calls(), found.specserve_left() if found else 0
     # Bits 0 and 1, see library.cpp. llama.cpp notes nothing while the library is not in its list of buffer types.
@@ -99,14 +98,11 @@ def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
 
 
 def repeating(left: Sequence[str]) -> str:
-    """Say in one sentence whether outputs repeat on a model of which llama.cpp's kernels compute these parts.
+    """Say whether outputs repeat on a model of which llama.cpp's kernels compute these parts.
 
-    specserve's kernels compute a row with the same bits in any pass (tests/engine/test_invariance.py); llama.cpp's have
-    others for passes of several rows and for long caches.
+    They have other kernels for passes of several rows and for long caches (tests/engine/test_invariance.py).
     """
     if not left:
         return "specserve's kernels compute a row alike in any pass: greedy and seeded outputs repeat exactly"
-    return (
-        f"llama.cpp's kernels compute {' and '.join(left)}: greedy and seeded outputs may differ between runs where "
-        "two tokens are nearly equal"
-    )
+    differ = "greedy and seeded outputs may differ between runs where two tokens are nearly equal"
+    return f"llama.cpp's kernels compute {' and '.join(left)}: {differ}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -66,7 +66,6 @@ class LlamaModel:
             llama_cpp.llama_vocab_eos(self._vocab) if llama_cpp.llama_vocab_get_add_eos(self._vocab) else None,
         )
         self._pieces: dict[int, bytes] = {}
-        self._end_tokens: list[int] | None = None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         data = text.encode("utf-8")
@@ -103,9 +102,11 @@ class LlamaModel:
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        if self._end_tokens is None:
-            self._end_tokens = [token for token in range(self.size) if self.is_end_token(token)]
         return self._end_tokens
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        return [token for token in range(self.size) if self.is_end_token(token)]
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
         fim_tokens = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
@@ -132,11 +133,9 @@ class LlamaModel:
     @property
     def cell_values(self) -> int:
         """How many numbers a token takes in a KV cache, by the file's metadata: its keys and values in all layers."""
-        heads = llama_cpp.llama_model_n_head(self.pointer)
-        width = llama_cpp.llama_model_n_embd(self.pointer) // max(1, heads)
-        architecture = self._metadata("general.architecture")
-        key, value = (self._metadata(f"{architecture}.attention.{part}_length") for part in ("key", "value"))
-        widths = (int(key) if key else width) + (int(value) if value else width)
+        width = llama_cpp.llama_model_n_embd(self.pointer) // max(1, llama_cpp.llama_model_n_head(self.pointer))
+        attention = f"{self._metadata('general.architecture')}.attention"
+        widths = sum(int(self._metadata(f"{attention}.{part}_length") or width) for part in ("key", "value"))
         return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
 
     def _metadata(self, key: str) -> str:

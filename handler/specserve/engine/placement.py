@@ -124,15 +124,13 @@ class Workers:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise OSError(errno.EPERM, "it is not a directory of this user's alone", str(directory))
         for left in directory.iterdir():
-            # Others may be clearing up, too.
-            with suppress(OSError):
+            with suppress(OSError):  # others may be clearing up, too
                 if abs(time() - left.lstat().st_mtime) > _FORGOTTEN_SECONDS:
                     left.unlink()
         descriptor, name = tempfile.mkstemp(dir=directory)
         os.close(descriptor)
         self._file = Path(name)
-        # Nothing has been computed.
-        os.utime(self._file, (0, 0))
+        os.utime(self._file, (0, 0))  # nothing has been computed
 
     def part(self, cores: tuple[int, ...]) -> tuple[int, ...]:
         """Return the cores of this worker, which computes now: all, or its part of them while others compute, too."""

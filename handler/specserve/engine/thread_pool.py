@@ -81,24 +81,20 @@ class ThreadPool:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        # Not before the first pass: threads that are started until then may run on all cores.
-        if not self._is_bound:
-            self._bind()
+        # Not before the first pass: threads that are started until then may run on all cores. llama.cpp binds this
+        # thread only where there are others.
+        if not self._is_bound and len(self._cores) == 1:
+            try:
+                os.sched_setaffinity(0, self._cores)
+            except OSError as error:
+                logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
+        self._is_bound = True
         try:
             yield
         finally:
             if self._given_back:
                 os.sched_setaffinity(0, self._given_back)
                 self._is_bound = False
-
-    def _bind(self) -> None:
-        self._is_bound = True
-        # llama.cpp binds the thread that runs passes only where there are others.
-        if len(self._cores) == 1:
-            try:
-                os.sched_setaffinity(0, self._cores)
-            except OSError as error:
-                logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
 
     def _attach(self, context: llama_cpp.llama_context_p) -> None:
         if self._pool:

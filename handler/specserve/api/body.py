@@ -75,7 +75,7 @@ Items = Annotated[list[AnyItem], Field(fail_fast=True)]
 
 
 def refuse(*conflicts: tuple[object, str, str]) -> None:
-    """Refuse the first of the conflicts that there is; each has the field that must change, and its problem."""
+    """Refuse a request that has one of these conflicts: whether it has it, the field that has to change, and why."""
     for is_there, param, problem in conflicts:
         if is_there:
             raise RequestError.invalid(param, f"'{param}' {problem}.")

@@ -43,7 +43,8 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # where a long copy ends, its speed is no longer to be had (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
 # How much dearer a round's time becomes by each further sequence: four clients on Zen 5 get 1.168 times plain decoding
-# with .12, 1.180 with .18, 1.183 with .25; two on a slow Zen 4 1.179, 1.183, 1.177 (benchmarks/simulate.py --clients 2 4).
+# with .12, 1.180 with .18, 1.183 with .25; two on a slow Zen 4 get 1.179, 1.183 and 1.177 times
+# (benchmarks/simulate.py --clients 2 4).
 _SHARED_MARGIN = 0.18
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
 # lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).

@@ -16,9 +16,9 @@ from attention_cases import AttentionCase, conversations
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from planted import build_library
 from specserve.config import CacheType
-from specserve.engine import kernel_trial, kernels
+from specserve.engine import kernel_library, kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.kernel_library import library
+from specserve.engine.kernel_library import Unusable, library
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError
@@ -169,6 +169,9 @@ def test_planted_faults_fail_the_trial_and_these_tests(
         monkeypatch.setattr(kernel_trial, "library", lambda faulty=faulty: faulty)
         assert last_rows(7, 4, 300).error() > 10 * MAX_ERROR
         assert kernel_trial.wrong_results().keys() == {"attention"}
+    monkeypatch.setattr(kernel_library, "library_path", lambda: Path(faulty._name))
+    with pytest.raises(Unusable, match=r"wrong results: attention \(an error of"):
+        kernel_trial._run_in_another_process()
 
 
 # ---- in llama.cpp ----

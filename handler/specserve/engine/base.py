@@ -100,19 +100,14 @@ class Engine(Protocol):
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass, in place of what is cached from there on.
 
-        Args:
-            slot: not truncated since that pass.
-            number: of the alternative among the slot's, in the order of the rows.
+        They are numbered in the order of the rows. The slot has not been truncated since that pass.
         """
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot, whose cells both share."""
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Return a copy of the keys and values of a slot's tokens from `start` to `end`, not included.
-
-        Returns:
-            Shape (end - start, `token_bytes`); an array of its own, which the engine does not use again.
+        """Return a copy of the keys and values of a slot's tokens, shape (end - start, `token_bytes`).
 
         Raises:
             EngineError: the slot holds fewer tokens.
@@ -122,10 +117,6 @@ class Engine(Protocol):
         """Append tokens to a slot, whose keys and values were saved from the same positions of the same text.
 
         Nothing is computed, and whatever is computed from them has the same bits as where they were saved.
-
-        Args:
-            slot: what it holds are the tokens before these.
-            saved: shape (tokens, `token_bytes`), as `save` has returned it.
 
         Raises:
             EngineError: they do not fit; the cache is unchanged.

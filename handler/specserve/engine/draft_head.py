@@ -24,11 +24,9 @@ _RECENT = 16_384
 
 
 class DraftHead:
-    """Chooses the groups of columns: those of the most frequent tokens, of some others, and of what was read recently.
+    """Chooses the groups of columns: those of the most frequent tokens, of what was read recently, and of some others.
 
-    Args:
-        size: of the vocabulary.
-        always: tokens that are computed whatever their number is, such as those that end an answer.
+    These others, `always`, are for example the tokens that end an answer.
     """
 
     def __init__(self, size: int, always: Iterable[int]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import chain, count, islice
 
@@ -44,7 +43,8 @@ class KVCache:
         self._held: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._cells = count()
         # By cell, how many slots hold it, and how many of these are pinned; without those that none does.
-        self._holders, self._pins = Counter[int](), Counter[int]()
+        self._holders: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
         self._pinned = [False] * self.n_slots
         self._owner: list[Owner] = [("", "")] * self.n_slots
         # By slot, the position and the token of each alternative of the last pass.
@@ -75,7 +75,7 @@ class KVCache:
 
     def pin(self, slot: int) -> None:
         self._pinned[slot] = True
-        self._pins.update(self._held[slot])
+        _add(self._pins, self._held[slot])
 
     def unpin(self, slot: int) -> None:
         self._pinned[slot] = False
@@ -206,9 +206,9 @@ class KVCache:
     def _hold(self, slot: int, tokens: list[int], cells: list[int]) -> None:
         self._tokens[slot] += tokens
         self._held[slot] += cells
-        self._holders.update(cells)
+        _add(self._holders, cells)
         if self._pinned[slot]:
-            self._pins.update(cells)
+            _add(self._pins, cells)
 
     def _drop(self, slot: int, kept: int) -> None:
         """Note that a slot holds only the first `kept` of its tokens."""
@@ -219,7 +219,12 @@ class KVCache:
         del self._tokens[slot][kept:], self._held[slot][kept:]
 
 
-def _remove(counts: Counter[int], cells: list[int]) -> None:
+def _add(counts: dict[int, int], cells: list[int]) -> None:
+    for cell in cells:
+        counts[cell] = counts.get(cell, 0) + 1
+
+
+def _remove(counts: dict[int, int], cells: list[int]) -> None:
     for cell in cells:
         if counts[cell] > 1:
             counts[cell] -= 1

@@ -84,11 +84,8 @@ def read_usage() -> Usage:
 def fastest(available: Mapping[int, float], max_threads: int) -> tuple[tuple[int, ...], float]:
     """Return the cores that promise the fastest pass, and its speed, in passes of one free core.
 
-    A pass advances only while all its threads run, so the shares that the threads get of their cores multiply.
-
-    Args:
-        available: the share of each core that a thread would get; of equal ones the first are taken.
-        max_threads: maximum number of cores.
+    A pass advances only while all its threads run, so the shares that the threads get of their cores multiply. Of cores
+    with equal shares available the first are taken.
     """
     ranked = sorted(available, key=lambda core: -available[core])
     speeds = [speed([available[core] for core in ranked[:count]]) for count in range(1, max_threads + 1)]
@@ -104,12 +101,8 @@ def speed(shares: Sequence[float]) -> float:
 class Workers:
     """The workers of one user on the same cores, which divide them while several are busy.
 
-    Each has a file in a directory that all of them know, and touches it while it computes. Containers with a /dev/shm
-    of their own cannot see each other.
-
-    Args:
-        cores: that all of them may use.
-        parent: of the directory.
+    Each has a file in a directory that all with these cores know, and touches it while it computes. Containers with a
+    /dev/shm of their own cannot see each other.
 
     Raises:
         OSError: the directory cannot be used.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from specserve.api.parse import parse_body
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
-from specserve.api.response import Response
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.core.generation import Generation
 from specserve.errors import RequestError
@@ -236,19 +234,10 @@ def test_the_default_speculation_mode_is_the_operators() -> None:
 
 
 def test_a_body_that_is_not_a_json_object_is_refused() -> None:
-    for body in (b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None):
-        assert refusal(body).status == 400
-
-
-def test_an_error_is_openais_object() -> None:
-    assert json.loads(Response.refusal(refusal({"prompt": "a", "stream_options": {}})).text()) == {
-        "error": {
-            "message": "'stream_options' needs 'stream': true.",
-            "type": "invalid_request_error",
-            "param": "stream_options",
-            "code": "invalid_value",
-        }
-    }
+    bodies: list[object] = [b"{", bytearray(b"[1, 2"), "nonsense", b"\xff", [], 5, None]
+    for body in bodies:
+        error = refusal(body)
+        assert (error.status, error.kind) == (400, "invalid_request_error")
 
 
 def test_without_a_draft_model_only_its_drafter_is_refused() -> None:
@@ -331,48 +320,40 @@ def test_response_formats_become_constraints() -> None:
         assert sequence_of(**fields).constraint is not None, fields
 
 
-class RecordingVocabulary(FakeVocabulary):
-    """Records the texts that it tokenizes."""
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that VOCABULARY tokenizes."""
+    found: list[str] = []
+    encode = VOCABULARY.encode
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.texts: list[str] = []
+    def recorded(text: str, **options: bool) -> list[int]:
+        found.append(text)
+        return encode(text, **options)
 
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        self.texts.append(text)
-        return super().encode(text, special=special, begin=begin)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest recorded text."""
-        return max(map(len, self.texts), default=0)
+    monkeypatch.setattr(VOCABULARY, "encode", recorded)
+    return found
 
 
-def test_a_prompt_or_suffix_that_cannot_fit_is_refused_before_it_is_tokenized_as_a_whole() -> None:
+def test_a_prompt_or_suffix_that_cannot_fit_is_refused_before_it_is_tokenized_as_a_whole(texts: list[str]) -> None:
     """Tokenizing a megabyte of spaces or dashes takes seconds."""
-    for field, length, tokenized in (("prompt", 1_000_000, 0), ("suffix", 1_000_000, 0), ("prompt", 8_000, 512)):
-        vocabulary = RecordingVocabulary(200)
-        request = parse_body({"prompt": "a", field: "b" * length}, CompletionRequest)
-        with pytest.raises(RequestError) as caught:
-            Tokenizer(vocabulary, CONFIG).completion(request)
-        assert (caught.value.param, caught.value.code) == (field, "context_length_exceeded")
-        assert vocabulary.longest == tokenized
+    for field, length, tokenized in (("prompt", 1_000_000, []), ("suffix", 1_000_000, []), ("prompt", 8_000, [512])):
+        texts.clear()
+        error = refusal({"prompt": "a", field: "b" * length})
+        assert (error.param, error.code) == (field, "context_length_exceeded")
+        assert [*map(len, texts)] == tokenized
 
 
-def test_a_prediction_is_truncated_to_the_context_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    monkeypatch.setattr(VOCABULARY, "encode", lambda text, **_: lengths.append(len(text)) or [1] * len(text))
+def test_a_prediction_is_truncated_to_the_context_length(texts: list[str]) -> None:
     prediction = {"type": "content", "content": "b" * 1_000_000}
     assert len(sequence_of(prediction=prediction).prediction) == CONFIG.context_length
-    assert max(lengths) < 10_000
+    assert max(map(len, texts)) < 10_000
 
 
-def test_a_suffix_is_tokenized_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary = RecordingVocabulary(200)
-    monkeypatch.setattr(vocabulary, "infill", lambda prefix, suffix: [*prefix, *suffix])
-    request = parse_body({"prompt": ["a", "b", "c"], "suffix": "end"}, CompletionRequest)
-    assert [prompt.tokens[1:] for prompt in Tokenizer(vocabulary, CONFIG).completion(request)] == [[101, 110, 100]] * 3
-    assert vocabulary.texts == ["end", "a", "b", "c"]
+def test_a_suffix_is_tokenized_once_for_all_prompts(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VOCABULARY, "infill", lambda prefix, suffix: [*prefix, *suffix])
+    groups = groups_of({"prompt": ["a", "b", "c"], "suffix": "end"})
+    assert [generation.tokens[1:] for [generation] in groups] == [[101, 110, 100]] * 3
+    assert texts == ["end", "a", "b", "c"]
 
 
 def test_one_of_many_invalid_fields_is_reported() -> None:
@@ -387,8 +368,5 @@ def test_one_of_many_invalid_fields_is_reported() -> None:
 
 
 def test_too_many_token_ids_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer(VOCABULARY, CONFIG)
     monkeypatch.setattr(VOCABULARY, "piece", lambda _token: pytest.fail("was decoded"))
-    with pytest.raises(RequestError) as caught:
-        tokenizer.completion(parse_body({"prompt": [1] * 100_000}, CompletionRequest))
-    assert caught.value.code == "context_length_exceeded"
+    assert refusal({"prompt": [1] * 100_000}).code == "context_length_exceeded"

@@ -111,6 +111,8 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
             generation, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
             assert "".join(texts) == text, (stop, output, min_tokens, rounds)
             assert generation.generated >= min_tokens
+            control: Any = {"min_tokens": 2, "stop_tokens": frozenset(spelled("<|a|>"))}
+            assert "".join(written([], spelled("x<|a|>y<|a|>z"), rounds=rounds, **control)[1]) == "xy"
 
 
 def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() -> None:

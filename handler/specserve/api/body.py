@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
+from specserve.errors import RequestError
+
 # Ignored fields of a request that are named, and characters of each name; a body may have a million.
 _MAX_NAMES, _MAX_NAME = 16, 100
 
@@ -70,3 +72,10 @@ Text = Annotated[str, StringConstraints(min_length=0)]
 AnyItem = TypeVar("AnyItem")
 # Report only the first wrong item of a list, which may have a million.
 Items = Annotated[list[AnyItem], Field(fail_fast=True)]
+
+
+def refuse(*conflicts: tuple[object, str, str]) -> None:
+    """Refuse a request that has one of these conflicts: whether it has it, the field that has to change, and why."""
+    for is_there, param, problem in conflicts:
+        if is_there:
+            raise RequestError.invalid(param, f"'{param}' {problem}.")

@@ -56,7 +56,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        environment = _environment()
+        # Like the one of transformers.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
+        # Jinja's own filter escapes HTML; chat templates expect this one.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
@@ -211,16 +216,6 @@ def _with_short_ids(message: Message) -> Message:
 
 class _RefusedError(TemplateError):
     """A template has called `raise_exception`."""
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment like the one of transformers."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
-    # Jinja's own filter escapes HTML; chat templates expect this one.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return environment
 
 
 def _reason(error: Exception) -> str:

@@ -7,13 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.api.body import Body, Items, Part, Text, at_most
+from specserve.api.body import Body, Items, Part, Text, at_most, refuse
 from specserve.api.dialects import KNOWN
 from specserve.api.sampling_fields import SamplingFields, StopString
 from specserve.api.speculation import SpeculationOptions
 from specserve.api.structured_output import StructuredOutput
 from specserve.api.tools import ToolCall, ToolFields
-from specserve.errors import RequestError
 
 # Entries of `stop`, and answers to one request (SECURITY.md).
 MAX_STOPS = 16
@@ -72,28 +71,17 @@ class GenerationRequest(SamplingFields, StructuredOutput):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         options, structure = self.speculation, self.structure
-        may_draft_by_grammar = structure or getattr(self, "tools", None)
-        for disagrees, param, sentence in (
-            (self.ignore_eos and structure, "ignore_eos", "'ignore_eos' would never let an answer with a form end."),
-            (self.stream_options and not self.stream, "stream_options", "'stream_options' needs 'stream': true."),
-            (
-                options.gamma is not None and options.mode != "fixed",
-                "speculation.gamma",
-                "'speculation.gamma' needs 'speculation.mode': 'fixed'.",
-            ),
-            (
-                options.drafter == "prediction" and self.prediction is None,
-                "speculation.drafter",
-                "The drafter 'prediction' needs the field 'prediction'.",
-            ),
-            (
-                options.drafter == "grammar" and not may_draft_by_grammar,
-                "speculation.drafter",
-                "The drafter 'grammar' needs 'response_format', 'grammar' or 'tools'.",
-            ),
-        ):
-            if disagrees:
-                raise RequestError.invalid(param, sentence)
+        needs = {
+            "prediction": (self.prediction, "'prediction'"),
+            "grammar": (structure or getattr(self, "tools", None), "'response_format', 'grammar' or 'tools'"),
+        }
+        is_given, needed = needs.get(options.drafter, (True, ""))
+        refuse(
+            (self.ignore_eos and structure, "ignore_eos", "would never let an answer with a form end"),
+            (self.stream_options and not self.stream, "stream_options", "needs 'stream': true"),
+            (options.gamma and options.mode != "fixed", "speculation.gamma", "needs 'speculation.mode': 'fixed'"),
+            (not is_given, "speculation.drafter", f"'{options.drafter}' needs {needed}"),
+        )
         return self
 
     @property
@@ -139,8 +127,9 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _has_few_answers(self) -> Self:
-        if len(self.prompts) * self.answers > MAX_CHOICES:
-            raise RequestError.invalid("prompt", f"A request may ask for at most {MAX_CHOICES} answers in all.")
+        refuse(
+            (len(self.prompts) * self.answers > MAX_CHOICES, "prompt", f"and 'n' ask for over {MAX_CHOICES} answers")
+        )
         return self
 
     @property
@@ -211,16 +200,17 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError.invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
-        if self.callable_tools and self.structure and self.structure.kind != "json_schema":
-            raise RequestError.invalid(
-                self.structure.param, "A grammar or a regular expression and 'tools' exclude each other."
-            )
-        if self.requires_call and self.ignore_eos:
-            raise RequestError.invalid(
-                "ignore_eos", "'ignore_eos' would never let an answer that has to be a call end."
-            )
+        structure = self.structure
+        is_text = structure is not None and structure.kind != "json_schema"
+        refuse(
+            (self.top_logprobs is not None and not self.logprobs, "top_logprobs", "needs 'logprobs': true"),
+            (self.callable_tools and is_text, structure.param if structure else "", "and 'tools' exclude each other"),
+            (
+                self.requires_call and self.ignore_eos,
+                "ignore_eos",
+                "would never let an answer that has to be a call end",
+            ),
+        )
         return self
 
     @property

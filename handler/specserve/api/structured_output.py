@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, Json, model_validator
+from pydantic import Field, Json
 
 from specserve.api.body import Body, Items, Text
 from specserve.errors import RequestError
@@ -57,7 +57,7 @@ class Structure(NamedTuple):
     """What an answer follows, and the field that says so."""
 
     param: str
-    kind: Literal["json_schema", "regex", "gbnf"]  # the compiler's method for it
+    kind: Literal["json_schema", "regex", "gbnf", "choice"]  # but for `choice` the compiler's method for it
     value: Any
 
 
@@ -67,14 +67,13 @@ class StructuredOutput(Body):
     json_schema: Schema | None = None
     grammar: NonEmptyText | None = None
 
-    @model_validator(mode="after")
-    def _has_one_structure(self) -> Self:
-        if len(found := self._structures()) > 1:
-            sentence = f"'{found[0].param}' and '{found[-1].param}' exclude each other."
-            raise RequestError.invalid(found[-1].param, sentence)
-        return self
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer follows from its first token on.
 
-    def _structures(self) -> list[Structure]:
+        Raises:
+            RequestError: 400; several fields say what.
+        """
         outputs = self.structured_outputs or StructuredOutputs()
         asked = [
             Structure("response_format", "json_schema", self.response_format and self.response_format.answer_schema),
@@ -82,16 +81,15 @@ class StructuredOutput(Body):
             Structure("structured_outputs.json", "json_schema", outputs.any_json),
             Structure("structured_outputs.json_object", "json_schema", _ANY_OBJECT if outputs.json_object else None),
             Structure("structured_outputs.regex", "regex", outputs.regex),
-            Structure("structured_outputs.choice", "gbnf", outputs.choice and _one_of(outputs.choice)),
+            Structure("structured_outputs.choice", "choice", outputs.choice),
             Structure("structured_outputs.grammar", "gbnf", outputs.grammar),
             Structure("grammar", "gbnf", self.grammar),
         ]
-        return [structure for structure in asked if structure.value is not None]
-
-    @property
-    def structure(self) -> Structure | None:
-        """What the answer follows from its first token on."""
-        return next(iter(self._structures()), None)
+        found = [structure for structure in asked if structure.value is not None]
+        if len(found) > 1:
+            sentence = f"'{found[0].param}' and '{found[-1].param}' exclude each other."
+            raise RequestError.invalid(found[-1].param, sentence)
+        return found[0] if found else None
 
     @property
     def answer_schema(self) -> Schema | None:
@@ -105,6 +103,8 @@ class StructuredOutput(Body):
             RequestError: 400; it cannot be compiled.
         """
         structure = self.structure
+        if structure and structure.kind == "choice":
+            return grammars.gbnf(_one_of(structure.value))
         return structure and getattr(grammars, structure.kind)(structure.value)
 
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specserve.api.body import Body, Items, Text
-from specserve.errors import RequestError
+from specserve.api.body import Body, Items, Text, refuse
 from specserve.grammar.call_form import NAME_PATTERN
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -75,15 +74,12 @@ class ToolFields(Body):
     @model_validator(mode="after")
     def _choice_agrees(self) -> Self:
         names, (_, chosen) = [tool.function.name for tool in self.tools or []], self._choice
-        if len({*names}) < len(names):
-            raise RequestError.invalid("tools", "Each tool needs a name of its own.")
         unknown = [name for name in chosen or () if name not in names]
-        if unknown or chosen == []:
-            raise RequestError.invalid(
-                "tool_choice", f"'tool_choice' names no tool of 'tools': '{''.join(unknown[:1])}'."
-            )
-        if self.tool_choice == "required" and not names:
-            raise RequestError.invalid("tool_choice", "'tool_choice': 'required' needs 'tools'.")
+        refuse(
+            (len({*names}) < len(names), "tools", "must each have a name of its own"),
+            (unknown or chosen == [], "tool_choice", f"names no tool of 'tools': '{''.join(unknown[:1])}'"),
+            (self.tool_choice == "required" and not names, "tool_choice", "'required' needs 'tools'"),
+        )
         return self
 
     @property

@@ -15,7 +15,6 @@ from fake_pair import (
     ENDLESS,
     GREEDY,
     SEEDED,
-    SLOTS,
     VOCABULARY,
     FakePair,
     RecordingObserver,
@@ -163,15 +162,6 @@ def test_requests_are_admitted_as_far_as_their_prompts_and_answers_fit() -> None
     assert (pair.scheduler.running, pair.scheduler.queued) == (2, 1)
 
 
-def test_prompts_that_begin_alike_need_the_room_of_one() -> None:
-    pair = small_pair()
-    beginning = [7, 8, 9] * 8
-    for number in range(SLOTS):
-        pair.submit([*beginning, number], sampling=ENDLESS, max_tokens=4, request=str(number))
-    pair.run_until(lambda: pair.scheduler.running == SLOTS)
-    assert pair.target_cache.pinned_cells <= 24 + SLOTS * 5
-
-
 @pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
 def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, running: int) -> None:
     """Of 40 cells one has promised 24, of which the other shares 20."""
@@ -181,19 +171,6 @@ def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, r
     pair.submit([*[7] * 20, *[9] * (12 + more)], max_tokens=4, request="second")
     pair.step()
     assert pair.scheduler.running == running
-
-
-def test_a_request_that_waits_for_room_is_not_about_to_be_prefilled() -> None:
-    """Rounds of those that decode are not kept short for it, and time slices go on while TorchServe replies."""
-    pair = small_pair()
-    running = pair.submit([1] * 20, sampling=ENDLESS, max_tokens=20)
-    pair.run_until(lambda: running.generated > 0)
-    pair.submit([2] * 30, request="waits")
-    assert pair.scheduler.awaiting_first_token == 1, "it may fit"
-    pair.step()
-    assert pair.scheduler.awaiting_first_token == 0
-    pair.run(running)
-    assert pair.scheduler.awaiting_first_token == 1
 
 
 def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:

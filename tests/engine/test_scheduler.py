@@ -134,17 +134,6 @@ def test_only_a_sequence_that_can_reuse_a_prefix_waits_for_it_and_only_while_it_
     assert waiting.timestamps.start is not None
 
 
-def test_a_prompt_reuses_the_prefix_of_a_running_sequence() -> None:
-    pair = FakePair(prefill_rows=64)
-    system = [n % 5 for n in range(50)]
-    pair.submit([*system, 8, 9], max_tokens=60, sampling=SamplingParams(seed=1))
-    pair.step(3)
-    second = pair.submit([*system, 10, 11, 12])
-    pair.run()
-    assert second.cached_tokens == 50
-    assert second.answer == plain_greedy(second.prompt, 20)
-
-
 def test_prefill_chunks_delay_others_no_longer_than_configured() -> None:
     """Every row takes a second; those of the decoding sequence itself do not count as delay."""
     for gamma in (0, 3):

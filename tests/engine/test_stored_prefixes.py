@@ -185,6 +185,23 @@ def test_of_a_long_text_a_round_that_needs_its_room_stores_a_part_and_an_idle_se
             assert store.stored_bytes >= 22 * BLOCK_BYTES
 
 
+def test_a_round_that_takes_the_room_of_two_texts_stores_as_little(
+    saves: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "_BLOCKS_A_ROUND", 20)
+    pair, _ = pair_with_store(n_cells=50 * BLOCK_TOKENS, prefill_rows=200)
+    texts = [
+        [first, *(n % 19 for n in range(1, size * BLOCK_TOKENS))] for first, size in ((20, 40), (21, 24), (22, 24))
+    ]
+    for text in texts:
+        pair.answer(text, max_tokens=1, mode="off")
+        if text is texts[0]:
+            store_all(pair)
+    pair.submit([*texts[0], 1], max_tokens=1, mode="off")
+    assert 20 <= most_saves_in_a_round(pair, saves, 3) <= 22
+    assert pair.target.loaded_tokens == 40 * BLOCK_TOKENS
+
+
 def test_an_idle_server_without_a_store_has_nothing_to_do(saves: list[int]) -> None:
     pair = FakePair()
     first = pair.answer(CONVERSATION, max_tokens=2)

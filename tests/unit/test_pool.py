@@ -46,13 +46,11 @@ def test_a_sequence_has_at_most_what_the_model_and_the_cache_have() -> None:
         ({"cache_tokens": 16384}, 32768, (16384, 16384)),
         ({"cache_tokens": 65536}, 131072, (32768, 65536)),
         ({"context_length": 4096, "cache_tokens": 8192}, 32768, (4096, 8192)),
+        # No more than all sequences can hold.
+        ({"context_length": 1024, "sequences": 2}, 32768, (1024, 2048)),
     ]
     for keys, trained, expected in cases:
         assert served(trained=trained, **keys) == expected, keys
-
-
-def test_the_cache_holds_no_more_than_all_sequences_can() -> None:
-    assert served(sequences=2, context_length=1024) == (1024, 2048)
 
 
 def test_a_sliding_window_that_is_not_longer_than_the_context_is_refused() -> None:

@@ -72,13 +72,13 @@ def load_models(config: HandlerConfig) -> Models:
     Raises:
         ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
-    # This also starts llama.cpp, which two models that are loaded at a time must find started.
+    # This also starts llama.cpp, which has to be done before two models are loaded at a time.
     placement = _placement(config)
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     draft_model = None
-    # A thread beside this one, which runs the passes and is bound to one core from the first one on. The other thread
-    # runs none, and starts before: it would inherit that core.
+    # This thread runs all passes, and is bound to one core from the first one on. The other one runs none, and starts
+    # before that, since it inherits the cores of this one.
     with ThreadPoolExecutor(1, "loading") as beside:
         loading = beside.submit(_load, config.draft) if config.draft else None
         target_model = _load(config.target)

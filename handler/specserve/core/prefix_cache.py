@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +58,7 @@ class PrefixCache:
         # Blocks that may still be copied to the store in this round.
         self._blocks_left = _BLOCKS_A_ROUND
         # By sequence whose prefix is coming back: up to where.
-        self._restoring: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
+        self._restoring: dict[Sequence, int] = {}
 
     @property
     def free_slots(self) -> list[int]:

@@ -73,10 +73,10 @@ class Scheduler:
     target: KVCache
     drafters: Drafters
     _: KW_ONLY
-    prefill_rows: int  # of prompts in a round; the engine has room for these and `max_logits` rows in a pass
-    # That each of these may add to a round: prefill, grammar masks, and drafts if several requests are running.
+    prefill_rows: int  # the most prompt tokens of a round; the engine has room for these and `max_logits` rows
+    # The most that each of these may add to a round: prefill, grammar masks, and drafts if several requests run.
     max_wait_seconds: float = math.inf
-    # Told the seconds that the grammar masks of a round may take; the rest has to wait.
+    # Is told the seconds that the grammar masks of a round may take; the others have to wait.
     begin_masks: Callable[[float], None] = lambda _: None
     clock: Callable[[], float] = perf_counter
     observers: InitVar[abc.Sequence[Observer]] = ()

@@ -1,0 +1,55 @@
+"""What is loaded beside what, and what a load that fails says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event, get_ident
+from typing import Any
+
+import pytest
+
+from pairs import Pair, TinyFiles
+from specserve.config import ModelConfig
+from specserve.core import loading
+from specserve.engine.llama import LlamaEngine
+from specserve.errors import ModelLoadError
+from specserve.grammar.compiler import GrammarCompiler
+from specserve.speculation import measure
+
+
+def test_the_vocabulary_is_read_in_a_thread_beside_the_first_passes_and_before_any_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    opened = Event()
+
+    def open_engine(*arguments: Any, **options: Any) -> LlamaEngine:
+        engine = LlamaEngine(*arguments, **options)
+        opened.set()
+        return engine
+
+    def prepare(_compiler: GrammarCompiler) -> None:
+        assert opened.wait(60)
+        assert get_ident() != this_thread
+        order.append("vocabulary")
+
+    def measured_costs(*arguments: Any, **options: Any) -> Any:
+        assert get_ident() == this_thread
+        order.append("costs")
+        return measure.measured_costs(*arguments, **options)
+
+    this_thread = get_ident()
+    monkeypatch.setattr(loading, "LlamaEngine", open_engine)
+    monkeypatch.setattr(GrammarCompiler, "prepare", prepare)
+    monkeypatch.setattr(loading, "measured_costs", measured_costs)
+    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    assert order == ["vocabulary", "costs", "costs"]
+    assert pair.models.drafters.model is not None
+
+
+def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(tmp_path: Path) -> None:
+    config = TinyFiles(tmp_path).config("llama")
+    missing = ModelConfig(path=tmp_path / "missing.gguf")
+    for draft in (config.draft, missing, None):
+        with pytest.raises(ModelLoadError, match=r"missing\.gguf: the model file cannot be read"):
+            Pair(config.model_copy(update={"target": missing, "draft": draft}))

@@ -126,7 +126,7 @@ def test_the_openapi_document_is_served_and_valid(fuzzed: Server) -> None:
 
 
 # One case an example: of ten cases together most are too large for Hypothesis, which draws them in vain.
-@settings(hundreds, max_examples=300)
+@settings(hundreds, max_examples=200)
 @given(data=st.data(), path=st.sampled_from(PATHS), mode=st.sampled_from(list(GenerationMode)))
 def test_requests_and_responses_conform_to_the_openapi_document(
     fuzzed: Server, data: st.DataObject, path: str, mode: GenerationMode

@@ -225,6 +225,7 @@ def test_concurrent_fetches_download_a_file_once(
     started, fetched = threading.Event(), []
 
     def slowly(_hub: str, _sha256: str | None, target: Path) -> None:
+        assert not fetched
         fetched.append(target)
         started.set()
         while "waiting" not in capsys.readouterr().out:

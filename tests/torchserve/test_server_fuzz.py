@@ -111,9 +111,6 @@ CHECKS: Any = [
 DOCUMENT = schemathesis.openapi.from_dict({**openapi(), "security": []})
 
 
-PATHS = [COMPLETIONS, CHATS, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
-
-
 def cases(path: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
     """Requests that the document allows or, in negative mode, forbids."""
     return DOCUMENT[path]["POST"].as_strategy(generation_mode=mode)
@@ -125,15 +122,14 @@ def test_the_openapi_document_is_served_and_valid(fuzzed: Server) -> None:
     DOCUMENT.validate()
 
 
-# One case an example: of ten cases together most are too large for Hypothesis, which draws them in vain.
-@settings(hundreds, max_examples=200)
-@given(data=st.data(), path=st.sampled_from(PATHS), mode=st.sampled_from(list(GenerationMode)))
-def test_requests_and_responses_conform_to_the_openapi_document(
-    fuzzed: Server, data: st.DataObject, path: str, mode: GenerationMode
-) -> None:
+@dozens
+@given(data=st.data())
+def test_requests_and_responses_conform_to_the_openapi_document(fuzzed: Server, data: st.DataObject) -> None:
     headers = {"Authorization": f"Bearer {fuzzed.key}"}
-    case = data.draw(cases(path, mode))
-    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=PATIENCE_SECONDS)
+    for path in (COMPLETIONS, CHATS, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"):
+        for mode in GenerationMode:
+            case = data.draw(cases(path, mode))
+            case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=CHECKS, timeout=PATIENCE_SECONDS)
 
 
 def test_a_stream_conforms_to_the_openapi_document(fuzzed: Server) -> None:

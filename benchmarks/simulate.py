@@ -124,7 +124,7 @@ class ReplayEngine:
     max_logits = 64
     max_alternatives = 8
     slot_length = CONTEXT
-    token_bytes = None
+    token_bytes: int | None = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool

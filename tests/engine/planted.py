@@ -7,6 +7,7 @@ import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from specserve.engine import kernel_library
 SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 
 
-@pytest.fixture(scope="module")
-def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
-    """A function that builds a library in whose avx2 variant some pieces of headers are replaced."""
-    directory = tmp_path_factory.mktemp("planted")
+@cache
+def _common(directory: Path) -> tuple[list[str], list[str]]:
+    """The command of the compiler, and what it makes of all sources but those of the variants."""
     include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
     version = f'-DSPECSERVE_BUILT_FOR="{importlib.metadata.version("llama-cpp-python")}"'
     common = ["g++", "-std=c++17", "-O1", "-fPIC", f"-I{include}", version]
+    directory.mkdir()
     (directory / "others.cpp").write_text(
         '#include "kernels.h"\n'
         "const specserve::Kernels * specserve::avx512_vnni() { return nullptr; }\n"
@@ -33,6 +34,14 @@ def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., cty
     for source in [directory / "others.cpp", *sources]:
         objects.append(str(directory / f"{source.stem}.o"))
         subprocess.run([*common, f"-I{SOURCES}", "-c", str(source), "-o", objects[-1]], check=True)
+    return common, objects
+
+
+@pytest.fixture(scope="module")
+def build_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ctypes.CDLL]:
+    """A function that builds a library in whose avx2 variant some pieces of headers are replaced."""
+    common, objects = _common(tmp_path_factory.getbasetemp() / "objects")
+    directory = tmp_path_factory.mktemp("planted")
 
     def build(name: str, *changes: tuple[str, str, str], options: tuple[str, ...] = ()) -> ctypes.CDLL:
         copy = directory / name

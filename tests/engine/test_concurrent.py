@@ -102,7 +102,7 @@ def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
     """Six conversations take turns, grow and begin anew; the store has room for half of what they are."""
     loads = mock.Mock(wraps=crowded.models.target.load)
     monkeypatch.setattr(crowded.models.target, "load", loads)
-    token_bytes = crowded.models.target.token_bytes
+    token_bytes = crowded.models.target.engine.token_bytes
     assert token_bytes is not None
     store = PrefixStore(token_bytes, 16 * BLOCK_TOKENS * (token_bytes + 4))
     scheduler = crowded.scheduler(store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,12 @@ def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(mo
     assert np.array_equal(logits(model, None), full), "other engines compute the full head"
 
 
-def biased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose head adds a bias, so that llama.cpp names the sum and not the product result_output."""
+@needs_kernels
+@pytest.mark.usefixtures("variant")
+def test_a_head_that_cannot_be_reduced_is_computed_in_full(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By llama.cpp's kernels, unquantised, or with a bias, so that the sum and not the product is `result_output`."""
     weights = tiny_models._weights
 
     def with_bias(*arguments: Any) -> dict[str, NDArray[np.float32]]:
@@ -93,26 +97,10 @@ def biased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return {**tensors, "output.bias": np.zeros(len(tensors["output.weight"]), np.float32)}
 
     monkeypatch.setattr(tiny_models, "_weights", with_bias)
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "biased.gguf", "q4_0")
-
-
-def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return directory / "single.gguf"
-
-
-@needs_kernels
-@pytest.mark.usefixtures("variant")
-@pytest.mark.parametrize("written", [biased, unquantised])
-def test_a_head_that_cannot_be_reduced_is_computed_in_full(
-    written: Callable[[Path, pytest.MonkeyPatch], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path, monkeypatch)
-    assert np.isfinite(logits(path, DraftHead(LlamaModel(path).size, always=[]))).all()
-
-
-def test_llama_cpp_kernels_compute_the_full_head(model: Path) -> None:
+    single = tmp_path / "single.gguf"
+    write_tiny(single, "qwen2", "target")
+    head = DraftHead(LlamaModel(model).size, always=[])
+    for path in (quantise_as(single, tmp_path / "biased.gguf", "q4_0"), model.with_name("single.gguf")):
+        assert np.isfinite(logits(path, head)).all()
     kernels.use("off")
-    size = LlamaModel(model).size
-    assert np.isfinite(logits(model, DraftHead(size, always=[]))).all()
+    assert np.isfinite(logits(model, head)).all()

@@ -90,6 +90,7 @@ class FrontEnd:
             placement_on(FakeMachine()),
             Kernels(None, (), "a fake engine computes"),
             config,
+            "outputs repeat",
         )
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):

@@ -19,7 +19,7 @@ def config(**options: Any) -> HandlerConfig:
 
 
 def models(token_bytes: int | None = 28672) -> Any:
-    return SimpleNamespace(target=SimpleNamespace(token_bytes=token_bytes))
+    return SimpleNamespace(target=SimpleNamespace(engine=SimpleNamespace(token_bytes=token_bytes)))
 
 
 def test_prefixes_may_fill_a_quarter_of_what_is_available_or_what_the_operator_says(

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from time import sleep
@@ -19,7 +19,7 @@ from fake_placement import FakeMachine, FakePool, placement_on
 from specserve.config import HandlerConfig
 from specserve.core import loading
 from specserve.engine import placement as placement_module
-from specserve.engine.placement import Workers, fastest, read_usage, speed
+from specserve.engine.placement import Usage, Workers, fastest, read_usage, speed
 from specserve.machine import Usable
 
 shares = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=5)
@@ -40,14 +40,26 @@ def test_of_equal_cores_the_first_are_taken() -> None:
     assert fastest(dict.fromkeys([0, 2, 1, 3], 1.0), 2)[0] == (0, 2)
 
 
-def test_quiet_machine_computes_with_all_threads() -> None:
-    machine = FakeMachine(4)
-    placement = placement_on(machine)
-    for _ in range(20):
-        machine.run(placement)
-    assert placement.cores == (0, 1, 2, 3)
-    assert isinstance(placement.pool, FakePool)
-    assert placement.pool.cores == [(0, 1, 2, 3)]
+def test_passes_stay_on_all_cores_of_a_quiet_machine_and_of_one_that_tells_nothing() -> None:
+    """Also beside short interruptions, as by TorchServe's front end: a tenth of a core beside sixteen streams."""
+    for machine, taken in (
+        (FakeMachine(4), (0.0,) * 4),
+        (FakeMachine(2), (0.1, 0.15)),
+        (FakeMachine(64), (0.05,) * 64),
+    ):
+        placement = placement_on(machine)
+        machine.taken = dict(enumerate(taken))
+        for _ in range(20):
+            machine.run(placement)
+        assert isinstance(placement.pool, FakePool)
+        assert placement.pool.cores == [tuple(range(len(taken)))]
+    silent = FakeMachine(0)
+    silent.taken = {0: 1.0, 1: 1.0}
+    placement = placement_on(silent)
+    for _ in range(5):
+        silent.now += 1
+        placement.begin_round()
+    assert placement.cores == (0, 1)
 
 
 def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_within_two() -> None:
@@ -79,20 +91,7 @@ def test_a_core_that_a_cgroup_takes_away_is_left_at_the_next_look_and_taken_when
         assert [*seen, placement.cores] == [(1 - taken,), (0, 1)]
 
 
-def test_one_thread_runs_where_all_cores_are_taken_and_stays_where_it_is() -> None:
-    machine = FakeMachine(2)
-    placement = placement_on(machine)
-    machine.run(placement)
-    machine.taken = {0: 1.0, 1: 1.0}
-    chosen = set()
-    for _ in range(10):
-        machine.run(placement)
-        chosen.add(placement.cores)
-    assert len(placement.cores) == 1
-    assert len(chosen) <= 2
-
-
-def test_single_thread_moves_to_the_free_core() -> None:
+def test_a_single_thread_moves_to_the_free_core_and_stays_where_all_are_taken() -> None:
     machine = FakeMachine(2)
     placement = placement_on(machine, threads=1)
     machine.run(placement)
@@ -101,27 +100,15 @@ def test_single_thread_moves_to_the_free_core() -> None:
     for _ in range(4):
         machine.run(placement)
     assert placement.cores == (1,)
-
-
-def test_short_interruptions_change_nothing() -> None:
-    """As those of TorchServe's front end, which takes a tenth of a core beside sixteen streams."""
-    for taken in ((0.1, 0.15), (0.05,) * 64):
-        machine = FakeMachine(len(taken))
-        placement = placement_on(machine)
-        machine.taken = dict(enumerate(taken))
-        for _ in range(20):
+    for threads in (1, 2):
+        placement = placement_on(machine, threads)
+        machine.taken = {0: 1.0, 1: 1.0}
+        chosen = set()
+        for _ in range(10):
             machine.run(placement)
-        assert placement.cores == tuple(range(len(taken)))
-
-
-def test_machine_that_tells_nothing_computes_with_all_threads() -> None:
-    machine = FakeMachine(0)
-    machine.taken = {0: 1.0, 1: 1.0}
-    placement = placement_on(machine)
-    for _ in range(5):
-        machine.now += 1
-        placement.begin_round()
-    assert placement.cores == (0, 1)
+            chosen.add(placement.cores)
+        assert len(placement.cores) == 1
+        assert len(chosen) <= 2
 
 
 class Others:
@@ -213,25 +200,16 @@ def test_workers_on_other_cores_share_no_directory_however_long_their_lists_are(
 
 def test_usage_of_this_machine_has_its_bound_threads_and_its_cores() -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    done, bound = threading.Event(), threading.Event()
-
-    def compute() -> None:
-        os.sched_setaffinity(0, allowed[:1])
-        bound.set()
-        while not done.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        assert bound.wait(10)
-        before = read_usage()
-        done.wait(0.2)
-        after = read_usage()
-    finally:
-        done.set()
-        thread.join()
     core = allowed[0]
+
+    def measured() -> tuple[Usage, Usage]:
+        os.sched_setaffinity(0, [core])
+        before = read_usage()
+        sum(range(5_000_000))
+        return before, read_usage()
+
+    with ThreadPoolExecutor(1) as thread:
+        before, after = thread.submit(measured).result()
     assert sum(after.threads[core]) > sum(before.threads[core])
     assert set(allowed) <= set(after.cores)
     busy, total = after.cores[core]

@@ -29,7 +29,6 @@ from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
-from specserve.engine.invariance import REPEATS
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import Contained, RequestError
@@ -136,9 +135,7 @@ class Routes:
             "models": {
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": REPEATS}
-            if models.invariance is None
-            else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
+            "batch_invariance": {"sentence": models.repeats},
             "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
             "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.

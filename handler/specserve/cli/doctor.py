@@ -22,7 +22,6 @@ from specserve.cli import files, torchserve_process
 from specserve.cli.models import Prepared, prepare
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.machine import usable_cores
@@ -69,8 +68,7 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
             return model, stack.enter_context(closing(engine))
 
         model, target = loaded(prepared.target)
-        invariance = probe(target)
-        yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
+        yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if prepared.draft:
             draft_model, draft = loaded(prepared.draft)

@@ -14,7 +14,6 @@ from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.invariance import REPEATS, Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
@@ -53,8 +52,8 @@ class Models:
     """The loaded models, ready to serve.
 
     `placement` chooses the cores of forward passes; `kernels` says which kernels compute them. `config` has the numbers
-    of tokens that are served (pool.py). `invariance` is the target's, None where specserve's kernels compute all of it.
-    The draft model's does not matter: with greedy and coupled verification the output does not depend on the drafts.
+    of tokens that are served (pool.py). `repeats` says whether outputs do, which depends on the target alone: with
+    greedy and coupled verification they do not depend on the drafts.
     """
 
     vocabulary: LlamaModel
@@ -64,8 +63,8 @@ class Models:
     placement: Placement
     kernels: Kernels
     config: HandlerConfig
+    repeats: str
     draft: LlamaModel | None = None
-    invariance: Invariance | None = None
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -91,6 +90,8 @@ def load_models(config: HandlerConfig) -> Models:
     # this one, which is bound to one core from the first pass on.
     grammars.prepare()
     target, drafters = open_engines(target_model, draft_model, config, placement, _pools(config, target_model))
+    repeats = kernels.repeating(target.left_to_llama_cpp)
+    logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -99,8 +100,8 @@ def load_models(config: HandlerConfig) -> Models:
         placement=placement,
         kernels=in_use,
         config=config,
+        repeats=repeats,
         draft=draft_model,
-        invariance=_measured_invariance(target),
     )
 
 
@@ -261,18 +262,9 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
     return engine
 
 
-def _measured_invariance(target: LlamaEngine) -> Invariance | None:
-    if not target.left_to_llama_cpp:
-        logger.info("specserve: %s", REPEATS)
-        return None
-    invariance = probe(target)
-    logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
-    return invariance
-
-
 def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
     """Make the store of the target's prefixes; it keeps nothing without memory, or if the engine cannot save any."""
-    token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
+    token_bytes, mebibytes = models.target.engine.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
     if token_bytes is None or not mebibytes:

@@ -243,7 +243,7 @@ class PrefixCache:
 
         def copy(start: int, end: int) -> NDArray[np.uint8]:
             self._blocks_left -= 1
-            return self._target.save(slot, start, end)
+            return self._target.engine.save(slot, start, end)
 
         try:
             if self._store.add(self._target.owner(slot), self._target.tokens(slot), copy, max_blocks):

@@ -55,12 +55,10 @@ class ThreadPool:
         self._given_back = os.sched_getaffinity(0) if is_main else None
 
     def add(self, context: llama_cpp.llama_context_p) -> None:
-        """Let a context compute with these threads."""
         self._contexts.append(context)
         self._attach(context)
 
     def remove(self, context: llama_cpp.llama_context_p) -> None:
-        """Forget a context that is about to be freed."""
         self._contexts.remove(context)
 
     def run_on(self, cores: tuple[int, ...]) -> None:
@@ -83,25 +81,20 @@ class ThreadPool:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let a pass run within this context."""
-        # Not before the first pass: threads that are started until then may run on all cores.
-        if not self._is_bound:
-            self._bind()
+        # Not before the first pass: threads that are started until then may run on all cores. llama.cpp binds this
+        # thread only where there are others.
+        if not self._is_bound and len(self._cores) == 1:
+            try:
+                os.sched_setaffinity(0, self._cores)
+            except OSError as error:
+                logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
+        self._is_bound = True
         try:
             yield
         finally:
             if self._given_back:
                 os.sched_setaffinity(0, self._given_back)
                 self._is_bound = False
-
-    def _bind(self) -> None:
-        self._is_bound = True
-        # llama.cpp binds the thread that runs passes only where there are others.
-        if len(self._cores) == 1:
-            try:
-                os.sched_setaffinity(0, self._cores)
-            except OSError as error:
-                logger.warning("specserve: no thread can run on core %d any more (%s)", *self._cores, error.strerror)
 
     def _attach(self, context: llama_cpp.llama_context_p) -> None:
         if self._pool:

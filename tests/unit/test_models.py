@@ -222,9 +222,11 @@ def test_a_file_that_is_there_needs_no_lock_since_the_directory_may_be_another_u
 def test_concurrent_fetches_download_a_file_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started, fetched = threading.Event(), []
+    started = threading.Event()
+    fetched: list[Path] = []
 
     def slowly(_hub: str, _sha256: str | None, target: Path) -> None:
+        assert not fetched
         fetched.append(target)
         started.set()
         while "waiting" not in capsys.readouterr().out:

@@ -202,7 +202,7 @@ class GrammarCompiler:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        # The size is the whole process's; what other threads begin meanwhile may have it, too.
+        # The size holds for the whole process: a thread that starts at the same moment may get it, too.
         before = threading.stack_size(_STACK_BYTES)
         thread = ThreadPoolExecutor(1, "compiler")
         thread.submit(int).result()

@@ -190,6 +190,8 @@ BEYOND: list[Any] = [
     ([*b'{"name": "get_', 261], True),
     ([*b'{"name": "get_', 262], True),
     ([*b'{"name": "get_', 263], False),
+    # More whitespace than a form takes.
+    ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
 ]
 
 

@@ -163,7 +163,7 @@ class _Reader:
         if isinstance(schema.get("items"), list):
             if "prefixItems" in schema:
                 self._refuse("'prefixItems' and a list of 'items' exclude each other", schema, "items")
-            else:
+            elif others is not True:
                 # The compiler ignores `additionalItems` beside other subschemas.
                 schema |= {"prefixItems": schema["items"], "items": others}
         for key in ("const", "enum", "pattern"):

@@ -140,23 +140,17 @@ class Shared(Constraint):
     """A wrong constraint: a dead end of any answer, or of any draft, fails all that share the grammar."""
 
     def __init__(self, right: Constraint, failures: list[str]) -> None:
-        self._right = right
+        vars(self).update(vars(right))
         self._failures = failures
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         if self._failures:
             raise ConstraintError(self._failures[0])
         try:
-            return self._right.allowed(tokens)
+            return super().allowed(tokens)
         except ConstraintError as error:
             self._failures.append(str(error))
             raise
-
-    def complete(self, tokens: Sequence[int]) -> bool:
-        return self._right.complete(tokens)
-
-    def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        return self._right.forced(tokens, max_tokens)
 
 
 class Permanent(Shared):
@@ -243,7 +237,7 @@ class SaysNoWhenLate(Shared):
 
     def complete(self, tokens: Sequence[int]) -> bool:
         try:
-            mask = self._right.allowed(tokens)
+            mask = self.allowed(tokens)
         except MaskDeferred:
             return False
         return mask is not None and np.flatnonzero(mask).tolist() == LETTERS.end_tokens()

@@ -118,14 +118,10 @@ class AlternatingGrammars:
     def begin_round(self, seconds: float) -> None:
         """Ignore the budget: these masks take no time."""
 
-    def json_schema(self, schema: dict[str, Any]) -> Alternating:
-        return Alternating(self._size, length=len(schema))
+    def json_schema(self, source: dict[str, Any] | str) -> Alternating:
+        return Alternating(self._size, length=len(source))
 
-    def gbnf(self, text: str) -> Alternating:
-        return Alternating(self._size, length=len(text))
-
-    def regex(self, pattern: str) -> Alternating:
-        return Alternating(self._size, length=len(pattern))
+    gbnf = regex = json_schema
 
     def calls(self, *_form: Any, **_options: Any) -> None:
         """Leave the model free: these tests need no calls of its own."""

@@ -17,8 +17,6 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from constraints import BYTES, END, WORDS, Pieces
 from specserve.engine.base import Vocabulary
@@ -131,28 +129,17 @@ def character_may_span_tokens_and_must_be_completed(model: LlamaModel, compiler:
     assert {model.piece(token)[:1] for token in allowed(constraint, written)} == {b'"'}
 
 
-@settings(max_examples=60)
-@given(name=st.sampled_from(list(CHECKS)), data=st.data())
-def test_mask_depends_on_the_tokens_alone(name: str, data: st.DataObject) -> None:
+def test_mask_depends_on_the_tokens_alone() -> None:
     """Earlier calls do not matter, with longer, shorter, different, ended and forbidden answers."""
-    constraint = compiled(COMPILER, name)
-    written: list[int] = []
-    for _ in range(12):
-        mask = constraint.allowed(written)
-        fresh = compiled(COMPILER, name).allowed(written)
-        assert (mask is None) == (fresh is None)
-        if mask is None or fresh is None or data.draw(st.booleans()):
-            written = written[: data.draw(st.integers(0, len(written)))]
-            continue
-        np.testing.assert_array_equal(mask, fresh)
-        if data.draw(st.integers(0, 9)) == 0:
-            written = [*written, data.draw(st.integers(0, END))]
-        else:
-            generator = random.Random(data.draw(st.integers(0, 2**32)))
-            for _ in range(generator.randint(1, 6)):
-                written = [*written, generator.choice(allowed(constraint, written))]
-                if written[-1] == END:
-                    break
+    for name in CHECKS:
+        constraint, generator = compiled(COMPILER, name), random.Random(0)
+        answers = [sample_answer(constraint, WORDS, seed, 20).encode() for seed in range(6)]
+        for _ in range(200):
+            answer = generator.choice(answers)
+            written = [*answer[: generator.randint(0, min(len(answer), 12))]]
+            written += generator.choice([[], [], [END], [generator.randrange(END)], [END, *answer]])
+            mask, fresh = constraint.allowed(written), compiled(COMPILER, name).allowed(written)
+            np.testing.assert_array_equal([] if mask is None else mask, [] if fresh is None else fresh)
 
 
 def test_memory_of_a_long_answer_is_bounded() -> None:
@@ -166,14 +153,6 @@ def test_memory_of_a_long_answer_is_bounded() -> None:
         memory, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert memory < 100_000
-
-
-def test_rollback_beyond_the_cached_layouts_forces_the_same_tokens() -> None:
-    text = [*b"[ " * 40 + b"1,\t2 ,\t" * 20]
-    constraint = COMPILER.json_schema({"type": "array"})
-    for length in (len(text), 7, 100, len(text) - 3):
-        forced = constraint.forced(text[:length], 4)
-        assert forced == COMPILER.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
 def test_no_mask_after_an_end_token_or_one_that_is_forbidden() -> None:
@@ -230,6 +209,11 @@ def test_forced_whitespace_follows_the_answers_layout() -> None:
     check_forced(constraint, [], b"{")
     check_forced(constraint, b'{\n  "name": "x"', b',\n  "surname": "')
     check_forced(constraint, b'{"name":"x"', b',"surname":"')
+    # Back to the beginning, from more positions than layouts are cached for.
+    long = b'{\n  "name": "' + b"x" * 99
+    for length in range(len(long)):
+        constraint.forced(long[:length], 4)
+    check_forced(constraint, b'{\n  "name": "x"', b',\n  "surname": "')
     # A layout that differs from the predicted one: nothing is forced.
     check_forced(constraint, b'{\n  "name": "x",\t', b"")
 
@@ -444,6 +428,7 @@ ACCEPTED: list[Any] = [
     ),
     ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
     ({"allOf": [{}], "items": [{}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2]"], ["[1, 3]"]),
+    ({"items": [{"const": 1}, {"$ref": "#/items/0"}]}, ["[1, 1, 2]"], ["[1, 2]"]),
     ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
     ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
     ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
@@ -464,6 +449,13 @@ ACCEPTED: list[Any] = [
     # With escapes it would still be the property "a", with a value that "a" may not have.
     ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
     ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
+    # Whitespace inside JSON is free, but bounded.
+    ({"type": "object"}, ['{\n  "a" : [1,\t2]\r\n}'], ["{" + " " * 41 + "}", " {}", "{} "]),
+    # As zod-to-json-schema spells optional members of unions.
+    *(
+        ({"items": {"anyOf": [nothing, {"const": "a"}]}, "type": "array"}, ["[]", '["a"]'], ["[1]"])
+        for nothing in [False, {"not": {}}, {"not": True}]
+    ),
     ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, ["[1]", "[1, 2]"], ["[]", "[1, 2, 3]"]),
     ({"type": "string", "pattern": r"^[^\x00-\x1f]b$"}, ['"ab"'], ['"b"']),
     (
@@ -497,14 +489,6 @@ def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft() -> None:
         constraint = COMPILER.json_schema(schema)
         assert all(accepts(constraint, text) for text in valid)
         assert not any(accepts(constraint, text) for text in invalid)
-
-
-def test_whitespace_inside_json_is_free_but_bounded() -> None:
-    constraint = COMPILER.json_schema({"type": "object"})
-    assert accepts(constraint, '{\n  "a" : [1,\t2]\r\n}')
-    assert not accepts(constraint, "{" + " " * 41 + "}")
-    assert not accepts(constraint, " {}")
-    assert not accepts(constraint, "{} ")
 
 
 def test_grammar_that_becomes_too_costly_fails_there_and_not_before() -> None:
@@ -626,6 +610,7 @@ EXPRESSIONS: list[Any] = [
     (r"cost: \$", ["cost: $"], ["cost: "]),
     (r"(?:yes|no)\\", ["yes\\", "no\\"], ["yes"]),
     ("é/é", ["é/é"], ["e/e"]),
+    ('a/\n| "b"\nx: /', ["a/\n"], ["b"]),
 ]
 
 
@@ -640,21 +625,3 @@ def test_a_regular_expression_that_is_invalid_or_too_large_is_a_400() -> None:
         with pytest.raises(RequestError, match="The regular expression cannot be used") as caught:
             COMPILER.regex(pattern)
         assert (caught.value.status, caught.value.param) == (400, "regex")
-
-
-def test_a_regular_expression_cannot_end_its_own_rule() -> None:
-    constraint = COMPILER.regex('a/\n| "b"\nx: /')
-    assert not accepts(constraint, "b")
-    assert accepts(constraint, "a/\n")
-
-
-def test_nothing_may_be_spelled_as_the_opposite_of_anything() -> None:
-    """As zod-to-json-schema spells optional members of unions."""
-    for nothing in [False, {"not": {}}, {"not": True}]:
-        schema = {"anyOf": [nothing, {"const": "a"}]}
-        spelled = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": nothing}
-        same = {"type": "object", "properties": {"a": {"const": "a"}}, "required": ["a"], "additionalProperties": False}
-        first, second = (COMPILER.json_schema(written).allowed([]) for written in (spelled, same))
-        assert first is not None
-        assert second is not None
-        assert (first == second).all()

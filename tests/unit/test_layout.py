@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from specserve.grammar.layout import Layout
 
@@ -32,18 +31,9 @@ def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
     return found
 
 
-TEXTS: list[Any] = [
-    json.dumps(VALUE, indent=2),
-    json.dumps(VALUE, indent=4),
-    json.dumps(VALUE, indent="\t"),
-    json.dumps(VALUE),
-    json.dumps(VALUE, separators=(",", ":")),
-]
-
-
 def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
-    for text in TEXTS:
-        seen = gaps(text.encode())
+    for options in ({"indent": 2}, {"indent": 4}, {"indent": "\t"}, {}, {"separators": (",", ":")}):
+        seen = gaps(json.dumps(VALUE, **options).encode())
         wrong = [pair for pair in seen if pair[0] != pair[1]]
         # There is no prediction before the first bracket and the first entry, and after the first colon.
         assert [predicted for _, predicted in wrong] == [None] * len(wrong)
@@ -51,22 +41,28 @@ def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
         assert len(seen) > 50
 
 
-def test_one_line_lists_among_indented_entries_are_predicted() -> None:
-    layout = Layout().read(b'{\n  "a": [1, 2],\n  "b": [')
-    assert layout.before(ord("3")) == b""
-    layout = layout.read(b"3")
-    assert layout.before(ord(",")) == b""
-    assert layout.read(b",").before(ord("4")) == b" "
-    assert layout.before(ord("]")) == b""
-    assert layout.read(b"]").before(ord("}")) == b"\n"
+ONE_LINE, BEGUN = b'{\n  "a": [1, 2],\n  "b": [', b'{\n    "a": 1,\n'
+PREDICTED: list[tuple[bytes, str, bytes | None]] = [
+    # Lists on one line among indented entries.
+    (ONE_LINE, "3", b""),
+    (ONE_LINE + b"3", ",", b""),
+    (ONE_LINE + b"3,", "4", b" "),
+    (ONE_LINE + b"3", "]", b""),
+    (ONE_LINE + b"3]", "}", b"\n"),
+    # The rest of a gap, and one that differs.
+    (BEGUN, '"', b"    "),
+    (BEGUN + b"    ", '"', b""),
+    (BEGUN + b"     ", '"', None),
+    (BEGUN + b"\t", '"', None),
+    # Brackets beyond the maximum depth share one layout.
+    (b"[" * 50 + b"1, 2,", "3", b" "),
+    (b"[" * 50 + b"1, 2]", "]", b""),
+]
 
 
-def test_rest_of_a_gap_is_predicted_after_its_start() -> None:
-    layout = Layout().read(b'{\n    "a": 1,\n')
-    assert layout.before(ord('"')) == b"    "
-    assert layout.read(b"    ").before(ord('"')) == b""
-    assert layout.read(b"     ").before(ord('"')) is None
-    assert layout.read(b"\t").before(ord('"')) is None
+def test_whitespace_is_predicted_before_a_character() -> None:
+    for text, character, expected in PREDICTED:
+        assert Layout().read(text).before(ord(character)) == expected, (text, character)
 
 
 def test_text_may_be_read_in_parts() -> None:
@@ -82,9 +78,3 @@ def test_layout_of_deep_brackets_is_small() -> None:
     for depth in range(3000):
         layout = layout.read(b"[" + b" " * (depth % 40))
     assert len(layout.gaps) < 100
-
-
-def test_brackets_beyond_the_maximum_depth_share_one_layout() -> None:
-    deep = Layout().read(b"[" * 50 + b"1, ")
-    assert deep.read(b"2,").before(ord("3")) == b" "
-    assert deep.read(b"2]").before(ord("]")) == b""

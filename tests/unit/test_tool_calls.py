@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -26,33 +28,21 @@ from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
 from tiny_models import write_tiny
 
+WEATHER = {
+    "city": {"type": "string", "maxLength": 5, "examples": ["Rome"]},
+    "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
+    "day": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 7}, {"type": "null"}], "nullable": True},
+}
+STEP = {"do": {"const": "wait"}, "date": {"type": "string", "format": "date"}}
+CLOSED = {"type": "object", "additionalProperties": False}
 TOOLS: dict[str, dict[str, Any]] = {
-    "get_weather": {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Weather",
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "maxLength": 5, "examples": ["Rome"]},
-            "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
-            "day": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 7}, {"type": "null"}], "nullable": True},
-        },
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "get_weather": {**CLOSED, "title": "Weather", "properties": WEATHER, "required": ["city"]},
     "get_weather_now": {"properties": {}, "additionalProperties": False},
     "plan": {
-        "type": "object",
+        **CLOSED,
         "properties": {"steps": {"type": "array", "items": {"$ref": "#/$defs/step"}, "maxItems": 2}},
         "required": ["steps"],
-        "additionalProperties": False,
-        "$defs": {
-            "step": {
-                "type": "object",
-                "properties": {"do": {"const": "wait"}, "date": {"type": "string", "format": "date"}},
-                "required": ["do", "date"],
-                "additionalProperties": False,
-            }
-        },
+        "$defs": {"step": {**CLOSED, "properties": STEP, "required": ["do", "date"]}},
     },
 }
 SYNTAX = {found.name: found.syntax for found in FORMATS}
@@ -61,22 +51,17 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
 PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
-    path = tmp_path_factory.mktemp("tiny") / "qwen2.gguf"
-    write_tiny(path, "qwen2", "target")
-    return LlamaModel(path)
+# Bytes, and tokens that reach beyond triggers.
+WORDS = Pieces(
+    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
+)
+# The tags of the formats are control tokens.
+TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"])
+COMPILER = GrammarCompiler(WORDS)
 
 
-@pytest.fixture(scope="module")
-def compiler(model: LlamaModel) -> GrammarCompiler:
-    return GrammarCompiler(model)
-
-
-def calls(
-    compiler: GrammarCompiler, syntax: CallSyntax = QWEN, *, required: bool = False, parallel: bool = True
-) -> Constraint | CallConstraint:
-    return compiler.calls(TOOLS, syntax, required=required, parallel=parallel)
+def calls(compiler: GrammarCompiler = COMPILER, *, required: bool = False) -> Constraint | CallConstraint:
+    return compiler.calls(TOOLS, QWEN, required=required, parallel=True)
 
 
 def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
@@ -90,12 +75,6 @@ def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
     assert names.keys() == arguments.keys()
     for index, name in names.items():
         jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
-
-
-# The tags of the formats are control tokens.
-TAGGED: Any = Pieces(
-    BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
-)
 
 
 def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
@@ -114,26 +93,29 @@ def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, 
     return b"".join(tags[token].encode() if token in tags else vocabulary.piece(token) for token in tokens).decode()
 
 
-def test_a_required_answer_is_valid_calls(model: LlamaModel) -> None:
-    for vocabulary, (name, syntax) in product([TAGGED, model], SYNTAX.items()):
+def test_a_required_answer_is_valid_calls(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model.gguf", "qwen2", "target")
+    model = LlamaModel(tmp_path / "model.gguf")
+    vocabularies: list[Any] = [TAGGED, model]
+    for vocabulary, (name, syntax) in product(vocabularies, SYNTAX.items()):
         compiler, tags = GrammarCompiler(vocabulary), syntax.tags(vocabulary)
-        assert bool(tags) == (vocabulary is not model and name != "Llama") or name == "Llama"
+        assert bool(tags) == (vocabulary is TAGGED) or name == "Llama"
         for parallel in (False, True):
-            constraint = calls(compiler, syntax, required=True, parallel=parallel)
-            for seed in range(10):
+            constraint = compiler.calls(TOOLS, syntax, required=True, parallel=parallel)
+            for seed in range(6):
                 check(sample(constraint.fork(), vocabulary, seed, tags), syntax, None if parallel else 1)
 
 
-def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed() -> None:
     for _, schema in [*client_tools.OPENAI.values(), *client_tools.ANTHROPIC.values()]:
-        constraint = compiler.calls({"tool": schema}, QWEN, required=True, parallel=False)
+        constraint = COMPILER.calls({"tool": schema}, QWEN, required=True, parallel=False)
         for seed in range(3):
-            text = sample(constraint.fork(), model, seed, {})
+            text = sample(constraint.fork(), WORDS, seed, {})
             parts = AnswerReader(QWEN.forms[:1], frozenset({"tool"})).read(text, done=True)
             jsonschema.validate(json.loads("".join(p.text for p in parts if isinstance(p, Arguments))), schema)
 
 
-def states(constraint: Constraint | CallConstraint, tokens: list[int]) -> list[bool]:
+def states(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[bool]:
     """After each number of tokens, whether any token may follow; every next one has to be allowed."""
     free = []
     for count in range(len(tokens) + 1):
@@ -141,11 +123,6 @@ def states(constraint: Constraint | CallConstraint, tokens: list[int]) -> list[b
         free.append(mask is None)
         assert mask is None or count == len(tokens) or mask[tokens[count]], tokens[:count]
     return free
-
-
-def in_bytes(model: LlamaModel, text: str) -> list[int]:
-    token_of = {model.piece(token): token for token in reversed(range(model.size))}
-    return [token_of[bytes([byte])] for byte in text.encode()]
 
 
 HELD: list[Any] = [
@@ -157,17 +134,17 @@ HELD: list[Any] = [
 ]
 
 
-def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call() -> None:
     for before, opens, call in HELD:
-        free = states(calls(compiler), in_bytes(model, f"{before}{call}\nDone <tool_cal"))
+        free = states(calls(), f"{before}{call}\nDone <tool_cal".encode())
         begin, end = len((before + opens).encode()), len((before + call).encode())
         assert free == [not begin <= count < end for count in range(len(free))]
 
 
-def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again(model: LlamaModel) -> None:
+def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again() -> None:
     """As verification asks about drafts, from the first one on, in a round that has no more time for masks."""
-    compiler = GrammarCompiler(model)
-    constraint, tokens = calls(compiler), in_bytes(model, f"So: {CALL}")[:30]
+    compiler = GrammarCompiler(WORDS)
+    constraint, tokens = calls(compiler), f"So: {CALL}".encode()[:30]
     masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
     compiler.begin_round(0.0)
     for count, mask in enumerate(masks):
@@ -176,7 +153,7 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again(mo
         assert not constraint.complete(tokens[:count])
     # Another text after the trigger is followed anew.
     with pytest.raises(MaskDeferred):
-        constraint.allowed([*tokens[: tokens.index(in_bytes(model, ">")[0]) + 1], *in_bytes(model, "{")])
+        constraint.allowed([*tokens[: tokens.index(b">") + 1], *b"{"])
 
 
 FREE: list[Any] = [
@@ -190,27 +167,21 @@ FREE: list[Any] = [
 ]
 
 
-def test_free_text_has_no_masks_and_takes_none_of_the_budget(
-    compiler: GrammarCompiler, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_text_has_no_masks_and_takes_none_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """So its distribution is the model's; the planted fault is a constraint that computes masks there."""
     for text in FREE:
         monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.0)
-        constraint = calls(compiler)
-        tokens = in_bytes(model, text)
+        constraint = calls()
+        tokens = text.encode()
         assert all(states(constraint, tokens))
         assert constraint.forced(tokens, 8) == []
         assert not constraint.complete(tokens)
         with pytest.raises(ConstraintError):
-            calls(compiler, required=True).allowed([])
+            calls(required=True).allowed([])
         with pytest.raises(ConstraintError):
-            constraint.allowed(in_bytes(model, "<tool_call>"))
+            constraint.allowed(b"<tool_call>")
 
 
-# Bytes, and tokens that reach beyond triggers.
-WORDS: Any = Pieces(
-    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
-)
 BEYOND: list[Any] = [
     ([256, 257], True),
     ([256, 258], True),
@@ -219,15 +190,16 @@ BEYOND: list[Any] = [
     ([*b'{"name": "get_', 261], True),
     ([*b'{"name": "get_', 262], True),
     ([*b'{"name": "get_', 263], False),
+    # More whitespace than a form takes.
+    ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
 ]
 
 
 def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> None:
     for tokens, is_open in BEYOND:
-        vocabulary = WORDS
-        constraint = calls(GrammarCompiler(vocabulary))
+        constraint = calls()
         assert (constraint.allowed(tokens) is not None) == is_open
-        text = b"".join(map(vocabulary.piece, tokens)).decode()
+        text = b"".join(map(WORDS.piece, tokens)).decode()
         if not is_open:
             # A later call is one.
             assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
@@ -249,11 +221,10 @@ FRAGMENTS = (
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
 def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
-    vocabulary = WORDS
-    constraint = calls(GrammarCompiler(vocabulary))
+    constraint = calls()
     generator = random.Random(seed)
     # The text as far as the grammar allows it, in random tokens, and then what that allows.
     tokens: list[int] = []
@@ -263,60 +234,60 @@ def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text:
         is_open = mask is not None
         opened += is_open and not before
         before = is_open
-        fitting = [token for token in range(vocabulary.size - 1) if rest.startswith(vocabulary.piece(token))]
+        fitting = [token for token in range(WORDS.size - 1) if rest.startswith(WORDS.piece(token))]
         fitting = [token for token in fitting if rest and (mask is None or mask[token])]
         if not fitting:
             if mask is None:
                 break
             options = np.flatnonzero(mask).tolist()
-            closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
+            closing = [token for token in options if WORDS.piece(token) in {b'"', b"}", b"]"}]
             fitting, rest = closing or options, b""
         token = generator.choice(fitting)
-        rest = rest[len(vocabulary.piece(token)) :]
+        rest = rest[len(WORDS.piece(token)) :]
         tokens.append(token)
     reader = AnswerReader(QWEN.forms, frozenset(TOOLS))
-    reader.read(b"".join(map(vocabulary.piece, tokens)).decode(), done=True)
+    reader.read(b"".join(map(WORDS.piece, tokens)).decode(), done=True)
     assert reader.calls == opened
 
 
-def test_the_state_depends_on_the_tokens_alone(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_the_state_depends_on_the_tokens_alone() -> None:
     """In whatever order it is asked: rejected drafts leave nothing behind."""
-    tokens = in_bytes(model, f"Hi.\n{CALL}\n{CALL}")
+    tokens = f"Hi.\n{CALL}\n{CALL}".encode()
     lengths = list(range(len(tokens) + 1))
-    fresh = calls(compiler)
+    fresh = calls()
     masks = [fresh.allowed(tokens[:length]) for length in lengths]
-    asked = calls(compiler)
+    asked = calls()
     random.Random(3).shuffle(lengths)
     for length in lengths:
-        wrong = [*tokens[:length], *in_bytes(model, "<tool_call>\n{")]
+        wrong = [*tokens[:length], *b"<tool_call>\n{"]
         asked.allowed(wrong)
         mask, expected = asked.allowed(tokens[:length]), masks[length]
         assert (mask is None) == (expected is None)
         assert mask is None or expected is None or bool((mask == expected).all())
 
 
-def test_the_fixed_text_of_a_call_is_forced(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_the_fixed_text_of_a_call_is_forced() -> None:
     for required, before in ((True, ""), (False, "Hi.\n")):
-        constraint = calls(compiler, required=required)
+        constraint = calls(required=required)
         for begin, text in (("<tool_call>", '\n{"name": "'), (CALL[: CALL.index("Rome")] + 'R"}', "}\n</tool_")):
-            tokens = in_bytes(model, before + begin)
+            tokens = (before + begin).encode()
             forced = constraint.forced(tokens, 100)
-            assert b"".join(map(model.piece, forced)).decode().startswith(text)
+            assert b"".join(map(WORDS.piece, forced)).decode().startswith(text)
 
 
-def test_beside_a_format_the_answer_is_a_call_or_formatted(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_beside_a_format_the_answer_is_a_call_or_formatted() -> None:
     other = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
-    constraint = compiler.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=other)
+    constraint = COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=other)
     for text in (CALL, '{"answer": 4}'):
-        states(constraint.fork(), in_bytes(model, text))
+        states(constraint.fork(), text.encode())
     with pytest.raises(AssertionError):
-        states(constraint.fork(), in_bytes(model, "Hello"))
+        states(constraint.fork(), b"Hello")
     overlap = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
     with pytest.raises(RequestError, match="branches 0 and 1 of 'oneOf'") as caught:
-        compiler.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
+        COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
     assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="look like any JSON"):
-        compiler.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
+        COMPILER.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 
 
 REFUSED1: list[Any] = [
@@ -330,19 +301,19 @@ REFUSED1: list[Any] = [
 ]
 
 
-def test_tools_that_cannot_be_followed_are_refused_by_name(compiler: GrammarCompiler) -> None:
+def test_tools_that_cannot_be_followed_are_refused_by_name() -> None:
     for tools, reason in REFUSED1:
         for required in [False, True]:
             with pytest.raises(RequestError, match=reason) as caught:
-                compiler.calls(tools, QWEN, required=required, parallel=True, strict=tools)
+                COMPILER.calls(tools, QWEN, required=required, parallel=True, strict=tools)
             assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
-def test_as_many_tools_as_are_allowed_can_be_followed(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_as_many_tools_as_are_allowed_can_be_followed() -> None:
     for required in [False, True]:
         tools = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
-        constraint = compiler.calls(tools, QWEN, required=required, parallel=True)
-        prefix = in_bytes(model, '<tool_call>\n{"name": "')
+        constraint = COMPILER.calls(tools, QWEN, required=required, parallel=True)
+        prefix = b'<tool_call>\n{"name": "'
         assert constraint.allowed(prefix) is not None
 
 
@@ -357,9 +328,9 @@ REASONING: list[Any] = [
 ]
 
 
-def test_nothing_opens_a_call_in_reasoning(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_nothing_opens_a_call_in_reasoning() -> None:
     for begun, before, is_open in REASONING:
-        constraint = compiler.calls(
+        constraint = COMPILER.calls(
             TOOLS,
             QWEN,
             required=False,
@@ -367,4 +338,4 @@ def test_nothing_opens_a_call_in_reasoning(compiler: GrammarCompiler, model: Lla
             thinking=ThinkingTags("<think>", "</think>"),
             thinks_at_once=begun,
         )
-        assert states(constraint, in_bytes(model, before))[-1] == (not is_open)
+        assert states(constraint, before.encode())[-1] == (not is_open)

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from itertools import permutations
+from itertools import permutations, product
 from typing import Annotated, Any, Literal
 
 import jsonschema
-import numpy as np
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
 from pydantic import BaseModel, Field
 
-from fake_engine import FakeVocabulary
+from constraints import END, WORDS
 from specserve.errors import RequestError
 from specserve.grammar import schema as schema_module
 from specserve.grammar import unions
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
+from test_grammar import sample_answer
 
-# Tokens are bytes; the last one is the end token.
-END = 256
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(FakeVocabulary(END + 1))
+COMPILER = GrammarCompiler(WORDS)
 
 
 def accepts(constraint: Constraint, value: Any) -> bool:
@@ -74,9 +69,9 @@ TAKEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
 ]
 
 
-def test_exclusive_branches_are_taken(compiler: GrammarCompiler) -> None:
+def test_exclusive_branches_are_taken() -> None:
     for schema, valid, invalid in TAKEN:
-        constraint = compiler.json_schema(schema)
+        constraint = COMPILER.json_schema(schema)
         by_schema = jsonschema.Draft202012Validator(schema)
         for value in valid + invalid:
             assert accepts(constraint, value) == (value in valid) == by_schema.is_valid(value), (schema, value)
@@ -100,19 +95,19 @@ OVERLAPPING: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_branches_that_may_overlap_are_refused_with_their_place(compiler: GrammarCompiler) -> None:
+def test_branches_that_may_overlap_are_refused_with_their_place() -> None:
     for schema, place in OVERLAPPING:
         with pytest.raises(RequestError, match=place) as refused:
-            compiler.json_schema(schema)
+            COMPILER.json_schema(schema)
         assert "use 'anyOf', or require a property with a 'const' of its own in each" in refused.value.message
         assert "option" not in refused.value.message
 
 
-def test_long_unions_are_taken(compiler: GrammarCompiler) -> None:
+def test_long_unions_are_taken() -> None:
     words = {"oneOf": [{"const": f"word {n}", "title": "A word"} for n in range(1500)]}
-    assert accepts(compiler.json_schema(words), "word 1499")
+    assert accepts(COMPILER.json_schema(words), "word 1499")
     kinds = [{**DOG, "properties": {"kind": {"const": f"kind {n}"}}} for n in range(100)]
-    constraint = compiler.json_schema(by_reference(*kinds))
+    constraint = COMPILER.json_schema(by_reference(*kinds))
     assert accepts(constraint, {"kind": "kind 99"})
     assert not accepts(constraint, {"kind": "kind 100"})
 
@@ -168,13 +163,13 @@ class Schemas:
         return [self._schema(depth - 1, names) if depth else {"type": self._random.choice(TYPES)} for _ in range(2)]
 
 
-def differences(compiler: GrammarCompiler, count: int) -> Iterator[tuple[dict[str, Any], Any]]:
+def differences(count: int) -> Iterator[tuple[dict[str, Any], Any]]:
     """Values that an accepted schema at random takes, but an answer could not be, or the other way round."""
     accepted = 0
     for seed in range(count):
         schema = Schemas(seed).whole()
         try:
-            constraint = compiler.json_schema(schema)
+            constraint = COMPILER.json_schema(schema)
         except RequestError:
             continue
         accepted += 1
@@ -184,30 +179,28 @@ def differences(compiler: GrammarCompiler, count: int) -> Iterator[tuple[dict[st
 
 
 @pytest.mark.slow
-def test_an_accepted_union_means_exactly_what_json_schema_says(compiler: GrammarCompiler) -> None:
-    assert list(differences(compiler, 1000)) == []
+def test_an_accepted_union_means_exactly_what_json_schema_says() -> None:
+    assert list(differences(600)) == []
 
 
-def take_all_as_exclusive(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unions.Exclusion, "overlap", lambda *_arguments: None)
+def of_any_type(branches: list[Any]) -> list[dict[str, Any]]:
+    return [{**branch, "type": TYPES} for branch in unions.exactly_one_present(branches)]
 
 
-def take_a_schema_without_type_for_one_of_objects(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unions, "_TYPES", frozenset({"object"}))
-
-
-def forget_what_is_no_object(patch: pytest.MonkeyPatch) -> None:
-    right = unions.exactly_one_present
-    patch.setattr(
-        schema_module, "exactly_one_present", lambda branches: [{**b, "type": TYPES} for b in right(branches)]
-    )
+# All branches exclude each other; a schema without a type is one of objects; what is no object is forgotten.
+FAULTS: list[tuple[Any, str, Any]] = [
+    (unions.Exclusion, "overlap", lambda *_: None),
+    (unions, "_TYPES", frozenset({"object"})),
+    (schema_module, "exactly_one_present", of_any_type),
+]
 
 
 def test_a_planted_fault_changes_what_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for fault in (take_all_as_exclusive, take_a_schema_without_type_for_one_of_objects, forget_what_is_no_object):
+    for where, name, fault in FAULTS:
         with monkeypatch.context() as patch:
-            fault(patch)
-            assert next(differences(GrammarCompiler(FakeVocabulary(END + 1)), 1500), None), fault.__name__
+            patch.setattr(where, name, fault)
+            patch.setattr(COMPILER, "_cache", OrderedDict())
+            assert next(differences(1500), None), name
 
 
 class Dog(BaseModel):
@@ -250,29 +243,13 @@ class Nested(BaseModel):
     ]
 
 
-def answers(constraint: Constraint, count: int) -> Iterator[bytes]:
-    """Whole answers at random, which end soon."""
-    for seed in range(count):
-        generator = random.Random(seed)
-        written: list[int] = []
-        while len(written) < 2000:
-            mask = constraint.allowed(written)
-            assert mask is not None
-            options = np.flatnonzero(mask).tolist()
-            if options == [END]:
-                yield bytes(written)
-                break
-            printable = [token for token in options if 32 < token < 127] or options
-            closing = [token for token in options if token in b'"}]0'] if generator.random() < 0.8 else []
-            written.append(generator.choice(closing or printable))
-
-
-@pytest.mark.parametrize("model", [Sum, Nested])
-def test_answers_by_a_union_of_pydantic_are_what_it_takes(model: type[BaseModel], compiler: GrammarCompiler) -> None:
+def test_answers_by_a_union_of_pydantic_are_what_it_takes() -> None:
     """By pydantic's own schema, which instructor sends, and by what `parse()` of OpenAI's client makes of it."""
-    for schema in (model.model_json_schema(), to_strict_json_schema(model)):
+    for model, to_schema in product((Sum, Nested), (lambda model: model.model_json_schema(), to_strict_json_schema)):
+        schema = to_schema(model)
         assert "oneOf" in json.dumps(schema)
-        found = list(answers(compiler.json_schema(schema), 30))
+        constraint = COMPILER.json_schema(schema)
+        found = [sample_answer(constraint.fork(), WORDS, seed, 20) for seed in range(10)]
         assert len(set(found)) > 2
         for answer in found:
             model.model_validate_json(answer)

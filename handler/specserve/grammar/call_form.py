@@ -33,7 +33,6 @@ class CallForm:
 
     @property
     def text(self) -> str:
-        """All of its fixed text."""
         return self.begin + self.call + (self.separator or "") + self.end
 
     @cached_property

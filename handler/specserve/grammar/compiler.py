@@ -182,15 +182,8 @@ class GrammarCompiler:
         """
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
-            compiled = CompiledGrammar(
-                self._compile(lark, what, param),
-                is_json,
-                self._vocabulary,
-                frozenset(self._vocabulary.end_tokens()),
-                self._single_byte,
-                self._round_budget,
-                failures=[],
-            )
+            matcher = self._compile(lark, what, param)
+            compiled = CompiledGrammar(matcher, is_json, self._vocabulary, self._single_byte, self._round_budget, [])
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
@@ -209,7 +202,7 @@ class GrammarCompiler:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        # The size is the whole process's; what other threads begin meanwhile may have it, too.
+        # The size holds for the whole process: a thread that starts at the same moment may get it, too.
         before = threading.stack_size(_STACK_BYTES)
         thread = ThreadPoolExecutor(1, "compiler")
         thread.submit(int).result()
@@ -236,12 +229,10 @@ class _Pieces:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = [vocabulary.piece(token) for token in range(vocabulary.size)]
-        # An end token may also have a text, such as </s>, and must not match it in a grammar.
         end = vocabulary.end_tokens()
-        for token in end:
-            self.tokens[token] = b""
         self.eos_token_id = end[0]
+        # An end token may also have a text, such as </s>, and must not match it in a grammar.
+        self.tokens = [b"" if token in end else vocabulary.piece(token) for token in range(vocabulary.size)]
 
     def __call__(self, _text: bytes) -> list[int]:
         """Return nothing: without llguidance's forcing, no text is tokenised."""

@@ -58,10 +58,12 @@ _DATE = f"(?:[0-9]{{4}}-(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _END, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
 _LABEL = f"{_END}(?:{_INNER}?{_END}|{_INNER}{_END}{_INNER}{{0,59}}{_END}|{_INNER}-{_END}(?:{_INNER}{{0,58}}{_END})?)?"
-_HOSTNAME = f"^{_LABEL}(?:\\.{_LABEL})*$"
-PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$", "time": f"^{_TIME}$", "hostname": _HOSTNAME}
-PATTERNS["host-name"] = _HOSTNAME
-MAX_HOSTNAME = 253
+PATTERNS: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    **{name: {"pattern": f"^{_LABEL}(?:\\.{_LABEL})*$", "maxLength": 253} for name in ("hostname", "host-name")},
+}
 
 
 def misshapen(key: str, value: Any) -> str:
@@ -97,13 +99,18 @@ def is_unspelled(key: str, value: Any) -> bool:
     """Whether a text of `const`, `enum` or `pattern` holds a character that the compiler would leave out."""
     if key == "pattern":
         return _UNSPELLED_IN_PATTERN.search(_NEGATED_CLASS.sub("", value)) is not None
-    return any(_UNSPELLED.search(text) for text in leaves(value) if isinstance(text, str))
+    return any(_UNSPELLED.search(text) for text in _leaves(value) if isinstance(text, str))
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def is_rounded(value: Any) -> bool:
+    """Whether a JSON value holds a number that the compiler would round."""
+    return any(isinstance(number, int | float) and abs(number) > 2**53 for number in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     """Yield everything in a JSON value that is no list or object, names apart."""
     if isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
+            yield from _leaves(item)
     else:
         yield value

@@ -50,20 +50,6 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
-@given(acceptance=probabilities, target=curves, draft=st.floats(0.01, 10))
-def test_drafts_gain_only_below_the_break_even_rate(acceptance: float, target: list[float], draft: float) -> None:
-    """The break-even rate is the largest tokens per second of a round, over all draft lengths (renewal reward)."""
-    rates = [
-        sum(acceptance**i for i in range(gamma + 1)) / (gamma * draft + target[gamma + 1])
-        for gamma in range(MAX_DRAFTS + 1)
-    ]
-    candidate = Candidate(1.0, acceptance, MAX_DRAFTS)
-    for rate, pays in ((max(rates) * 0.999, True), (max(rates) * 1.001, False)):
-        prices = Prices(lambda rows, rate=rate: rate * target[rows], lambda rows, rate=rate: rate * draft * (rows > 0))  # type: ignore[misc] # the defaults bind
-        _, gain = choose_for_model([candidate], prices)
-        assert (gain + 1 - rate * target[1] > 0) is pays
-
-
 @given(
     reached=st.lists(probabilities, min_size=1, max_size=4),
     acceptance=probabilities,

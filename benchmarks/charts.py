@@ -52,7 +52,6 @@ def speed_by_family(result: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Draw the committed charts anew."""
     mpl.use("svg")
     # The same input draws the same file.
     mpl.rcParams["svg.hashsalt"] = "specserve"

@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from specserve.cli.paths import DEFAULT_CONFIG
+from specserve.config import HandlerConfig, load_yaml
 
 PROMPTS = Path(__file__).parent / "prompts"
 # Families by name: the file of prompts, and the field that is sent along with the prompt.
@@ -66,13 +68,31 @@ def read_tasks(family: str, limit: int | None = None) -> Iterator[Task]:
         yield Task(family, entry["name"], text, entry["max_tokens"], **sent)
 
 
-def argument_parser(doc: str | None, *, quick: str, config: Path | None = DEFAULT_CONFIG) -> argparse.ArgumentParser:
-    """A parser with `--quick` and, unless its default is None, `--config`."""
+def argument_parser(
+    doc: str | None,
+    *,
+    quick: str,
+    config: Path | None = DEFAULT_CONFIG,
+    port: int | None = None,
+    resumable: bool = False,
+) -> argparse.ArgumentParser:
+    """A parser with `--quick` and, unless their defaults are None, `--config` and `--port`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     if config:
         parser.add_argument("--config", type=Path, default=config, help="a model YAML")
+    if port:
+        parser.add_argument("--port", type=int, default=port, help="the first of five free ports (%(default)s)")
+    if resumable:
+        parser.add_argument(
+            "--results", type=Path, help="file that keeps what is measured, from which a run is resumed"
+        )
     return parser
+
+
+def with_progress(items: Iterable[Result], what: str) -> Iterable[Result]:
+    """The items, with a bar that shows how many are done."""
+    return track(items, what, console=Console(stderr=True))
 
 
 def describe_machine() -> Row:
@@ -91,9 +111,7 @@ def describe_machine() -> Row:
 def with_interference(measure: Callable[[], Result], servers: Sequence[psutil.Process] = ()) -> tuple[Result, float]:
     """Call `measure`; returns its result and the number of cores that other processes used meanwhile.
 
-    Args:
-        measure: what is called.
-        servers: processes that belong to the measurement and are no children of this one.
+    `servers` belong to the measurement and are no children of this process.
     """
     others, started = _cpu_seconds_of_others(servers), perf_counter()
     result = measure()
@@ -101,7 +119,7 @@ def with_interference(measure: Callable[[], Result], servers: Sequence[psutil.Pr
 
 
 def _cpu_seconds_of_others(servers: Sequence[psutil.Process]) -> float:
-    """CPU seconds since boot of processes that have no part in a measurement, time stolen by the host included."""
+    """CPU seconds since boot of all other processes, and those that the host has stolen."""
     system, own = psutil.cpu_times(), psutil.Process()
     busy = system.user + system.nice + system.system + system.irq + system.softirq + system.steal
     for process in (own, *own.children(), *servers):
@@ -122,7 +140,6 @@ class ResultsFile:
     _values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read what earlier runs measured."""
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path and self.path.exists() else ():
             try:
                 key, value = json.loads(line)
@@ -130,19 +147,28 @@ class ResultsFile:
                 continue
             self._values[json.dumps(key)] = value
 
-    def __contains__(self, key: object) -> bool:
-        return json.dumps(key) in self._values
+    def measured(self, key: list[Any], measure: Callable[[], Any]) -> Any:
+        """What is kept under a key, measured now unless an earlier run has done it."""
+        name = json.dumps(key)
+        if name not in self._values:
+            line = json.dumps([key, measure()])
+            self._values[name] = json.loads(line)[1]
+            if self.path:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+        return self._values[name]
 
-    def __getitem__(self, key: object) -> Any:
-        return self._values[json.dumps(key)]
 
-    def add(self, key: object, value: Any) -> None:
-        """Keep a measurement."""
-        line = json.dumps([key, value])
-        self._values[json.dumps(key)] = json.loads(line)[1]
-        if self.path:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+def served(config: Path) -> Row:
+    """The models of a result that a server gave."""
+    _, handler = load_yaml(config)
+    return {"target": handler.model_id}
+
+
+def loaded(config: HandlerConfig) -> Row:
+    """The models of a result that was measured in this process."""
+    files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
+    return {role: path and path.name for role, path in files.items()}
 
 
 def print_table(title: str, rows: list[Row], omit: Iterable[str] = ()) -> None:

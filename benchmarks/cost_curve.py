@@ -2,42 +2,41 @@
 
 The roof is what no kernel can beat: a pass reads all weights once and multiplies each of them once a row, so it takes
 at least bytes / bandwidth and products / (0.7 x peak). Both are measured in between, and the best counts, since other
-guests of the host take their share of its memory. Each engine is a process that works only in its turns
-(pass_worker.py), so that changes in the machine's speed affect all alike.
+guests of the host take their share of its memory. Each engine is a process that works only in its turns, so that
+changes in the machine's speed affect all alike.
 
     .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE.gguf ...] [--variant NAME] [--turns N]
 """
 
 from __future__ import annotations
 
-import json
+import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from time import sleep
+from time import perf_counter, sleep
+from typing import NamedTuple
 
 from gguf import GGUFReader
 
 from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
-from pass_worker import MARK, Pass, Setting
 from peer_engines import PEERS
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from roof import Roof, measure_roof
 from specserve.cli.models import fetch, requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
-from specserve.engine import kernels
+from specserve.engine import base, kernels
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 
-WORKER = Path(__file__).with_name("pass_worker.py")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.
 CONTEXT, PREFILL, PREFILL_TURNS = 64, 512, 3
@@ -50,67 +49,90 @@ SETTLE_SECONDS = 0.02
 REACHABLE = 0.7
 
 
-ENGINES: dict[str, Callable[[str | None], list[str | Path]]] = {
-    "ours": lambda variant: [sys.executable, WORKER, "auto", *([variant] if variant else [])],
-    "llama.cpp": lambda _: [sys.executable, WORKER, "off"],
-}
+class Pass(NamedTuple):
+    """A pass over `rows` tokens after the first `context` ones, with logits of the last `logits` rows."""
+
+    context: int
+    rows: int
+    logits: int
+
+
+def run(engine: LlamaEngine, tokens: list[int], asked: Pass) -> float:
+    """Run a pass; returns its seconds."""
+    end = asked.context + asked.rows
+    rows = [
+        base.Row(token, 0, position, wants_logits=position >= end - asked.logits)
+        for position, token in enumerate(tokens[:end])
+    ]
+    if engine.cached_len(0) < asked.context:
+        engine.truncate(0, 0)
+        engine.forward([row._replace(wants_logits=False) for row in rows[: asked.context]])
+    engine.truncate(0, asked.context)
+    started = perf_counter()
+    engine.forward(rows[asked.context :])
+    return perf_counter() - started
+
+
+def run_passes(parent: Connection, log: Path, path: Path, tokens: list[int], kernel: str | None) -> None:
+    """Load an engine, say so, and run passes as they are asked for; the main function of a `Worker`'s process."""
+    with log.open("w", encoding="utf-8") as errors:
+        os.dup2(errors.fileno(), 2)
+    if kernel == "off":
+        kernels.use("off")
+    else:
+        use_all_formats(kernel)
+    engine = LlamaEngine(
+        LlamaModel(path),
+        n_slots=1,
+        context_length=2 * len(tokens),
+        threads=usable_cores().threads,
+        max_rows=len(tokens),
+        max_logits=64,
+    )
+    parent.send(0.0)
+    while True:
+        parent.send(run(engine, tokens, parent.recv()))
 
 
 class Worker:
-    """A pass_worker.py process."""
+    """An engine in a process of its own, since kernels are chosen once a process."""
 
-    def __init__(self, name: str, command: list[str | Path], setting: Setting) -> None:
-        self._log = PEERS / "logs" / f"passes-{name}.log"
+    def __init__(self, stack: ExitStack, path: Path, tokens: list[int], kernel: str | None) -> None:
+        self._log = PEERS / "logs" / f"passes-{kernel}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self.ask(setting._asdict())
+        self._process, theirs = get_context("spawn").Pipe()
+        arguments = theirs, self._log, path, tokens, kernel
+        process = get_context("spawn").Process(target=run_passes, args=arguments, daemon=True)
+        process.start()
+        stack.callback(process.kill)
+        theirs.close()
+        self._answer()
 
-    def ask(self, question: object) -> Row:
-        """The seconds of a pass and the argmax of its last row; nothing of a `Setting`.
+    def ask(self, asked: Pass) -> float:
+        """The seconds of a pass.
 
         Raises:
             EnvironmentFailure: the process ended.
         """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise EnvironmentFailure("it has no pipes")
-        try:
-            print(json.dumps(question), file=stdin, flush=True)
-        except BrokenPipeError:
-            raise EnvironmentFailure(f"it ended; see {self._log}") from None
-        for line in stdout:
-            if line.startswith(MARK):
-                answer: Row = json.loads(line.removeprefix(MARK))
-                return answer
-        output = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise EnvironmentFailure(f"it ended: {output[-1] if output else 'without a message'}")
+        self._process.send(asked)
+        return self._answer()
 
-    def stop(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+    def _answer(self) -> float:
+        try:
+            answer: float = self._process.recv()
+        except (EOFError, OSError):
+            output = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise EnvironmentFailure(f"it ended: {output[-1] if output else 'without a message'}") from None
+        return answer
 
 
 @dataclass(frozen=True)
 class Products:
-    """The matrix products of a pass.
+    """The matrix products of a pass."""
 
-    Args:
-        size: bytes of all matrices, in the file's own formats.
-        body: weights of the layers, each multiplied once a row.
-        head: weights of the output layer, multiplied once a row whose logits are wanted.
-    """
-
-    size: int
-    body: int
-    head: int
+    size: int  # bytes of all matrices, in the file's own formats
+    body: int  # weights of the layers, each multiplied once a row
+    head: int  # weights of the output layer, multiplied once a row whose logits are wanted
 
     @classmethod
     def of(cls, path: Path) -> Products:
@@ -132,34 +154,24 @@ class Products:
 
 @dataclass
 class Measurement:
-    """What was measured on one file.
-
-    Args:
-        seconds: of passes, by engine and number of rows, PREFILL rows being prefill.
-        tokens: the argmax after the prefill, by engine.
-        failures: why an engine could not be measured, or not every pass of it.
-        roof: the best bandwidth and the best rate of products seen.
-    """
-
+    # Of passes, by engine and number of rows, PREFILL rows being prefill.
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    roof: Roof = field(default_factory=lambda: Roof(0, 0))
+    failures: dict[str, str] = field(
+        default_factory=dict
+    )  # why an engine could not be measured, or not every pass of it
+    roof: Roof = field(default_factory=lambda: Roof(0, 0))  # the best bandwidth and the best rate of products seen
 
     def turn(self, name: str, worker: Worker, asked: Pass) -> None:
         """Let a worker run its passes of one kind."""
         sleep(SETTLE_SECONDS)
         prefill = asked.rows == PREFILL
-        for number in range(1 if prefill else PASSES_PER_TURN):
-            try:
-                answer = worker.ask(asked)
-            except EnvironmentFailure as reason:
-                self.failures[name] = str(reason)
-                return
-            if prefill:
-                self.tokens[name] = answer["token"]
-            if prefill or number:
-                self.seconds.setdefault((name, asked.rows), []).append(answer["seconds"])
+        try:
+            for number in range(1 if prefill else PASSES_PER_TURN):
+                seconds = worker.ask(asked)
+                if prefill or number:
+                    self.seconds.setdefault((name, asked.rows), []).append(seconds)
+        except EnvironmentFailure as reason:
+            self.failures[name] = str(reason)
 
     def rows(self, path: Path) -> list[Row]:
         """Rows of the result; `v` is the cost relative to one row of the same engine."""
@@ -187,21 +199,19 @@ class Measurement:
         return result
 
 
-def measure_file(path: Path, commands: dict[str, list[str | Path]], turns: int, variant: str) -> Measurement:
-    """Let all engines take turns on one file; `variant` is that of our kernels, for which the roof is measured."""
+def measure_file(path: Path, turns: int, chosen: str | None, variant: str) -> Measurement:
+    """Let all engines take turns on one file; the roof is that of `variant`, which `chosen` or the processor gives."""
     tokenizer = LlamaModel(path)
     tokens = tokenizer.encode(read_text("code"))[:PREFILL]
     tokenizer.close()
     measurement = Measurement()
     with ExitStack() as stack:
         workers = {}
-        for name, command in commands.items():
+        for name, kernel in {"ours": chosen, "llama.cpp": "off"}.items():
             try:
-                workers[name] = Worker(name, command, Setting(str(path), usable_cores().threads, tokens))
+                workers[name] = Worker(stack, path, tokens, kernel)
             except EnvironmentFailure as reason:
                 measurement.failures[name] = str(reason)
-            else:
-                stack.callback(workers[name].stop)
         for turn in range(turns):
             measurement.roof = Roof(*map(max, measurement.roof, measure_roof(usable_cores().threads, variant)))
             passes = [Pass(CONTEXT, rows, rows) for rows in ROWS]
@@ -233,7 +243,6 @@ def default_files() -> list[Path]:
 
 
 def main() -> None:
-    """Measure llama.cpp's kernels and ours, and print a table for each file and one JSON object."""
     parser = argument_parser(__doc__, quick="one file, two turns", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the default target, its pure Q4_0, the draft")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
@@ -244,19 +253,16 @@ def main() -> None:
         ours.sentence,
         f"passes of a few rows come after {CONTEXT} tokens, all rows with logits; prefill is {PREFILL} rows after none",
     ]
-    commands = {name: command(options.variant) for name, command in ENGINES.items()}
     turns = options.turns or (2 if options.quick else 5)
     rows = []
     for path in options.models or default_files()[: 1 if options.quick else None]:
-        measured_file = partial(measure_file, path, commands, turns, str(ours.variant))
-        found, others = with_interference(measured_file)
+        found, others = with_interference(partial(measure_file, path, turns, options.variant, str(ours.variant)))
         measured = found.rows(path)
         show(path, measured)
         rows += measured
         bandwidth, peak = found.roof.bytes_per_second / 1e9, found.roof.products_per_second / 1e9
         notes += [
             f"{path.name}: roof of {bandwidth:.1f} GB/s and {REACHABLE} x {peak:.0f} billion products a second",
-            f"{path.name}: argmax after the prefill: {found.tokens}",
             *(f"{path.name}: {name}: {reason}" for name, reason in found.failures.items()),
         ]
         if others > MAX_INTERFERENCE:

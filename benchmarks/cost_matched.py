@@ -61,7 +61,6 @@ def write(source: GGUFReader, path: Path) -> None:
 
 
 def main() -> None:
-    """Write the file into the models directory."""
     _, source = forms_of_the_target()
     path = models_directory() / f"{source.stem}.cost-matched-3b.gguf"
     partial = path.with_name(path.name + ".partial")

@@ -10,13 +10,10 @@ compares two answers to the same prompt. No server is involved; load.py measures
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import mean, median, quantiles
-
-from rich.console import Console
-from rich.progress import track
 
 from common import (
     FAMILIES,
@@ -25,10 +22,12 @@ from common import (
     Row,
     Task,
     argument_parser,
+    loaded,
     print_result,
     print_table,
     read_tasks,
     with_interference,
+    with_progress,
 )
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
@@ -40,29 +39,17 @@ from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.ngram import Pools
 
-# Of an answer: family, prompt, its most tokens, temperature, seed and mode.
-Key = tuple[str, str, int, float, int, str]
 # Tokens of prompt and answer: none of ours are longer, and each mode has a cache of its own.
 _CONTEXT_LENGTH = 4096
 # Tokens of finished answers that a mode with a pool keeps.
 _HISTORY = 100_000
 QUICK_FAMILIES = ("code", "json", "schema", "prose", "edit", "edit, predicted")
 TEMPERATURES = (0.0, 0.8)
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A mode of speculation by name; ratios are to plain decoding."""
-
-    name: str
-    speculation: SpeculationParams
-
-
-PLAIN = Mode("plain", SpeculationParams(mode="off"))
-ADAPTIVE = Mode("adaptive", SpeculationParams(15, mode="auto"))
-FIXED = {gamma: Mode(f"fixed {gamma}", SpeculationParams(gamma, drafter="model")) for gamma in (1, 2, 3, 4, 7, 15)}
-MODES = (*FIXED.values(), ADAPTIVE)
-QUICK_MODES = (FIXED[3].name, ADAPTIVE.name)
+PLAIN, ADAPTIVE = "plain", "adaptive"
+FIXED = {f"fixed {gamma}": SpeculationParams(gamma, drafter="model") for gamma in (1, 2, 3, 4, 7, 15)}
+# Ratios are to plain decoding.
+MODES = {PLAIN: SpeculationParams(mode="off"), **FIXED, ADAPTIVE: SpeculationParams(15, mode="auto")}
+QUICK_MODES = ("fixed 3", ADAPTIVE)
 
 
 @dataclass(frozen=True)
@@ -86,9 +73,8 @@ class Run:
 class Lane:
     """A mode with its own engines and a controller that only sees the rounds of this mode."""
 
-    mode: Mode
+    mode: SpeculationParams
     models: Models
-    config: HandlerConfig
     target: KVCache
     drafters: Drafters
 
@@ -99,7 +85,7 @@ class Lane:
         generation = Generation(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),
-            replace(self.mode.speculation, verification="block" if temperature else "token"),
+            replace(self.mode, verification="block" if temperature else "token"),
             vocabulary,
             max_tokens=task.max_tokens,
             reuses_prefix=False,
@@ -116,14 +102,14 @@ def load_for_one(config: HandlerConfig) -> Models:
     return load_models(config.model_copy(update={"sequences": 1, "context_length": context_length}))
 
 
-def open_lanes(models: Models, modes: list[Mode]) -> list[Lane]:
+def open_lanes(models: Models, modes: Iterable[SpeculationParams]) -> list[Lane]:
     """A lane for each mode, of one sequence each."""
     lanes = []
     for mode in modes:
         target, drafters = open_engines(
             models.vocabulary, models.draft, models.config, models.placement, Pools(_HISTORY)
         )
-        lanes.append(Lane(mode, models, models.config, KVCache(target), drafters))
+        lanes.append(Lane(mode, models, KVCache(target), drafters))
     return lanes
 
 
@@ -143,26 +129,13 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: in
     return [Run(generation.answer, generation.stats) for _, generation, _ in started]
 
 
-def key_of(family: str, task: Task, temperature: float, seed: int, mode: Mode) -> Key:
-    """Under which a run is kept."""
-    return family, task.name, task.max_tokens, temperature, seed, mode.name
+def as_json(run: Run) -> Row:
+    return {"tokens": run.tokens, "stats": vars(run.stats)}
 
 
-def keep(results: ResultsFile, key: Key, run: Run) -> None:
-    """Write a run to the file of results."""
-    results.add(key, [run.tokens, {**vars(run.stats), "decided": run.stats.committed}])
-
-
-def kept(results: ResultsFile, key: Key) -> Run:
-    """Read a run from the file of results."""
-    tokens, stats = results[key]
-    seconds = {name: value for name, value in stats.items() if name.endswith("_seconds")}
-    drafted_by, accepted_by = Counter(stats["drafted_by"]), Counter(stats["accepted_by"])
-    counts = {name: stats[name] for name in ("rounds", "alternatives", "adopted")}
-    committed = stats["decided"]
-    return Run(
-        tokens, SequenceStats(**counts, committed=committed, drafted_by=drafted_by, accepted_by=accepted_by, **seconds)
-    )
+def from_json(kept: Row) -> Run:
+    values: Row = {name: Counter(value) if isinstance(value, dict) else value for name, value in kept["stats"].items()}
+    return Run(kept["tokens"], SequenceStats(**values))
 
 
 def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run, Run]]) -> Row:
@@ -197,25 +170,26 @@ def summarise(family: str, temperature: float, mode: str, pairs: list[tuple[Run,
 
 
 def main() -> None:
-    """Run the benchmark and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="three prompts a family, three modes, greedy only")
+    parser = argument_parser(__doc__, quick="three prompts a family, three modes, greedy only", resumable=True)
     parser.add_argument("--prompts", type=int, help="number of prompts of each family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, help="only these families")
     parser.add_argument("--max-tokens", type=int, help="the most tokens of an answer, in place of each prompt's own")
-    names = [mode.name for mode in MODES]
+    names = [name for name in MODES if name != PLAIN]
     parser.add_argument("--modes", nargs="+", choices=names, metavar="MODE", help=f"only these of {', '.join(names)}")
     parser.add_argument("--temperatures", nargs="+", type=float, help="default: 0 and 0.8, with --quick 0")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="above temperature 0 an answer for each")
-    parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
     config = prepared_handler(options.config)
-    models = load_for_one(config)
     results = ResultsFile(options.results)
     chosen = options.modes or (QUICK_MODES if options.quick else names)
     families = options.families or (QUICK_FAMILIES if options.quick else FAMILIES)
     temperatures = options.temperatures or TEMPERATURES[: 1 if options.quick else None]
-    modes = [PLAIN, *(mode for mode in MODES if mode.name in chosen)]
-    lanes = open_lanes(models, modes)
+    modes = [name for name in MODES if name == PLAIN or name in chosen]
+    lanes = open_lanes(load_for_one(config), [MODES[name] for name in modes])
+
+    def answered(task: Task, temperature: float, seed: int) -> list[Row]:
+        return [as_json(run) for run in run_side_by_side(lanes, task, temperature, seed)]
+
     rows = []
     disturbed = 0
     for family in families:
@@ -223,31 +197,23 @@ def main() -> None:
         if options.max_tokens:
             tasks = [replace(task, max_tokens=options.max_tokens) for task in tasks]
         for temperature in temperatures:
-            answers = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
-            for task, seed in track(answers, f"{family}, temperature {temperature}", console=Console(stderr=True)):
-                keys = [key_of(family, task, temperature, seed, lane.mode) for lane in lanes]
-                if all(key in results for key in keys):
-                    continue
-                runs, others = with_interference(partial(run_side_by_side, lanes, task, temperature, seed))
+            asked = [(task, seed) for seed in options.seeds[: None if temperature else 1] for task in tasks]
+            answers: list[list[Run]] = []
+            for task, seed in with_progress(asked, f"{family}, temperature {temperature}"):
+                key = [family, task.name, task.max_tokens, temperature, seed, modes]
+                measure = partial(with_interference, partial(answered, task, temperature, seed))
+                runs, others = results.measured(key, measure)
                 disturbed += others > MAX_INTERFERENCE
-                for key, run in zip(keys, runs, strict=True):
-                    keep(results, key, run)
-            for mode in modes:
-                pairs = [
-                    (
-                        kept(results, key_of(family, task, temperature, seed, PLAIN)),
-                        kept(results, key_of(family, task, temperature, seed, mode)),
-                    )
-                    for task, seed in answers
-                ]
-                rows.append(summarise(family, temperature, mode.name, pairs))
+                answers.append([from_json(run) for run in runs])
+            for index, mode in enumerate(modes):
+                pairs = [(runs[0], runs[index]) for runs in answers]
+                rows.append(summarise(family, temperature, mode, pairs))
     print_table("decoding, ratios to plain decoding of the same run", rows, omit=["drafters", "alternatives"])
-    files = {"target": config.target.path, "draft": config.draft.path if config.draft else None}
     notes = [
         "one sequence, no server; the draft's prefill happens after the first token, so it is in `ratio` too",
         f"{disturbed} answers were given while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
     ]
-    print_result("decode", {role: Path(path).name if path else None for role, path in files.items()}, rows, notes)
+    print_result("decode", loaded(config), rows, notes)
 
 
 if __name__ == "__main__":

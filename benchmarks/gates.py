@@ -17,16 +17,17 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import psutil
 import requests
-import yaml
 
-from common import PROMPTS, read_tasks
+from common import read_tasks
+from servers import server_stack, start_specserve
 from specserve.cli.paths import PROJECT
+from tools import BANK, tools_of
 
 PORT = 9180
 ANSWERS = 200
@@ -47,10 +48,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 def requests_to_send() -> Iterator[tuple[str, dict[str, Any]]]:
     """Route and body of each request: completions of every family in every kind of sampling, then tool calls."""
-    tools = yaml.safe_load((PROMPTS / "tools.yaml").read_text(encoding="utf-8"))
     common = {"max_tokens": MAX_TOKENS, "speculation": {"pool": ""}}
     tasks = [task for family in FAMILIES for task in read_tasks(family)]
-    for index in range(ANSWERS - len(tools["tasks"])):
+    for index in range(ANSWERS - len(BANK["tasks"])):
         task = tasks[index % len(tasks)]
         body = {"prompt": task.text} | common | SAMPLING[(index + index // len(tasks)) % len(SAMPLING)]
         if task.prediction:
@@ -59,38 +59,16 @@ def requests_to_send() -> Iterator[tuple[str, dict[str, Any]]]:
             schema = {"name": "answer", "schema": task.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         yield "v1/completions", body
-    for index, task in enumerate(tools["tasks"]):
-        names = tools["tools"] if task["tools"] == "all" else task["tools"]
-        offered = [{"type": "function", "function": {"name": name, **tools["tools"][name]}} for name in names]
+    for index, task in enumerate(BANK["tasks"]):
         messages = [{"role": "user", "content": task["message"]}]
-        body = {"messages": messages, "tools": offered, "tool_choice": "required"} | common
+        body = {"messages": messages, "tools": tools_of(task), "tool_choice": "required"} | common
         yield "v1/chat/completions", body | SAMPLING[index % 2]
 
 
-def start(checkout: Path) -> float:
-    """Start the checkout's server and return the seconds until it was ready."""
-    begun = time.perf_counter()
-    command = [str(checkout / "scripts" / "serve"), "--port", str(PORT), "--detach", "--no-auth"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - begun
-
-
-def stop(checkout: Path) -> None:
-    """Stop the checkout's server."""
-    subprocess.run([checkout / "scripts" / "stop", "--port", str(PORT)], check=True, stdout=subprocess.DEVNULL)
-
-
-def worker_mib() -> int:
-    """Resident memory of the process that holds the models, the largest of all TorchServe workers."""
-    processes = psutil.process_iter(["cmdline", "memory_info"])
-    workers = [process.info for process in processes if "model_service" in " ".join(process.info["cmdline"] or ())]
-    return max(int(worker["memory_info"].rss) >> 20 for worker in workers)
-
-
-def answer(request: tuple[str, dict[str, Any]]) -> list[Any]:
-    """Return what of an answer may not change: texts, calls, reasons and log-probabilities of its choices."""
+def answer(url: str, request: tuple[str, dict[str, Any]]) -> list[Any]:
+    """What of an answer may not change: its status, and texts, calls, reasons and log-probabilities of its choices."""
     route, body = request
-    response = requests.post(f"http://127.0.0.1:{PORT}/predictions/qwen/1.0/{route}", json=body, timeout=600)
+    response = requests.post(f"{url}/{route}", json=body, timeout=600)
     choices = response.json().get("choices", response.text)
     for choice in choices if response.ok else ():
         for call in (choice.get("message") or {}).get("tool_calls") or ():
@@ -100,24 +78,22 @@ def answer(request: tuple[str, dict[str, Any]]) -> list[Any]:
 
 def answers(checkout: Path) -> list[Any]:
     """The checkout's answers to all requests, several at a time."""
-    start(checkout)
-    try:
-        with ThreadPoolExecutor(AT_A_TIME) as clients:
-            return list(clients.map(answer, requests_to_send()))
-    finally:
-        stop(checkout)
+    with server_stack() as stack, ThreadPoolExecutor(AT_A_TIME) as clients:
+        server = start_specserve(stack, None, PORT, checkout=checkout)
+        return list(clients.map(partial(answer, server.url), requests_to_send()))
 
 
 def known_pair(checkout: Path) -> dict[str, float]:
     """Seconds until a server of a pair whose costs are known is ready, and its memory then."""
-    start(checkout)
-    stop(checkout)
-    seconds = []
-    for _ in range(STARTS):
-        seconds.append(start(checkout))
-        memory = worker_mib()
-        stop(checkout)
-    return {"seconds until ready": median(seconds), "MiB": memory}
+    seconds, memory = [], 0
+    # The first start measures the costs.
+    for _ in range(1 + STARTS):
+        with server_stack() as stack:
+            begun = time.perf_counter()
+            server = start_specserve(stack, None, PORT, checkout=checkout)
+            seconds.append(time.perf_counter() - begun)
+            memory = server.resident_mib()
+    return {"seconds until ready": median(seconds[1:]), "MiB": memory}
 
 
 def benchmark(checkout: Path, program: str, *arguments: str) -> dict[str, Any]:
@@ -153,7 +129,6 @@ PARTS = {"answers": answers, "start": known_pair, "simulated": simulated, "tool_
 
 
 def shortfalls(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """What is worse than its bar."""
     for number, (old, new) in enumerate(zip(before["answers"], after["answers"], strict=True)):
         if old != new:
             yield f"answer {number} differs: {old} -> {new}"
@@ -170,7 +145,6 @@ def shortfalls(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measure a checkout, or compare two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run")

@@ -1,9 +1,8 @@
 """What does each client get when several send requests at once over HTTP, from this server and from llama-server?
 
-Clients stream completions of prompts that share no prefix. Each client sends its next request when the
-last one is answered. The servers take turns, so that all are measured
-within the same minutes. `--mixed` measures instead how long short prompts wait for their first token beside the
-prefill of a long one.
+Clients stream completions of prompts that share no prefix. Each client sends its next request when the last one is
+answered. The servers take turns, so that all are measured within the same minutes. `--mixed` measures instead how long
+short prompts wait for their first token beside the prefill of a long one.
 
     .venv/bin/python benchmarks/load.py [--quick] [--config FILE] [--clients 1 2 4 8] [--results FILE]
         [--settings NAME ...]
@@ -15,25 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median, quantiles
 
-from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table
+from common import CHAT, ResultsFile, Row, argument_parser, print_result, print_table, served
 from peer_engines import SETTINGS, Job, start
-from servers import (
-    SLOTS,
-    Answer,
-    Endpoint,
-    closed_loop,
-    random_words,
-    start_specserve,
-    stream,
-    unique_prompts,
-)
-from specserve.config import load_yaml
+from servers import SLOTS, Answer, Endpoint, random_words, server_stack, start_specserve, stream, unique_prompts
 from specserve.core.loading import PREFILL_ROWS
 
 CLIENTS = (1, 2, 4, 8, 16)
@@ -106,20 +93,18 @@ def take_turns(load: str, endpoints: list[Endpoint], turn: Load, turns: int) -> 
     return [summarise(load, name, answers[name], resident[name]) for name in answers]
 
 
+def closed_loop(endpoint: Endpoint, *, clients: int, number: int, max_tokens: int) -> list[Answer]:
+    """`clients` clients share `number` requests; each sends its next one when the last one is answered."""
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda prompt: stream(endpoint, prompt, max_tokens), unique_prompts(number)))
+
+
 def closed_loops(clients: Iterable[int], requests_each: int = 2, max_tokens: int = 96) -> dict[str, Load]:
     """Loads by name: numbers of clients, the requests of each client in a turn, and the tokens of an answer."""
     return {
         f"{count} clients": partial(closed_loop, clients=count, number=requests_each * count, max_tokens=max_tokens)
         for count in clients
     }
-
-
-def measure(loads: dict[str, Load], endpoints: list[Endpoint], results: ResultsFile, turns: int) -> list[Row]:
-    """Put every load on all servers, unless the file of results has it."""
-    for load, turn in loads.items():
-        if load not in results:
-            results.add(load, take_turns(load, endpoints, turn, turns))
-    return [row for load in loads for row in results[load]]
 
 
 def specserve_modes(ours: Endpoint) -> list[Endpoint]:
@@ -189,9 +174,8 @@ def measure_mixed(endpoints: list[Endpoint], turns: int, chunk: int) -> list[Row
 
 
 def main() -> None:
-    """Start the servers, measure, and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="1 and 4 clients, one turn, by default without other servers")
-    parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
+    quick = "1 and 4 clients, one turn, by default without other servers"
+    parser = argument_parser(__doc__, quick=quick, port=9800, resumable=True)
     parser.add_argument("--clients", nargs="*", type=int, help="clients at a time (default: 1 2 4 8 16)")
     parser.add_argument("--requests", type=int, default=2, help="of each client in a turn")
     parser.add_argument("--turns", type=int, help="of every server under each load (default: 2)")
@@ -199,18 +183,13 @@ def main() -> None:
     of_others = f"of other servers (default: {', '.join(OTHERS)}; --quick: none)"
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, metavar="NAME", help=of_others)
     parser.add_argument("--mixed", action="store_true", help="measure short prompts beside a long one instead")
-    parser.add_argument("--results", type=Path, help="file that keeps every load, from which a run is resumed")
     options = parser.parse_args()
     clients = options.clients if options.clients is not None else ((1, 4) if options.quick else CLIENTS)
-    turns = options.turns or (1 if options.quick else 2)
-    loads = closed_loops(clients, options.requests, options.max_tokens)
+    default = () if options.quick else OTHERS
     results = ResultsFile(options.results)
-    _, handler = load_yaml(options.config)
-    with ExitStack() as stack:
-        default = () if options.quick else OTHERS
+    with server_stack() as stack:
         settings = default if options.settings is None else options.settings
-        processes, failures = start(stack, Job.of(options.config, SLOTS), settings)
-        others = [process.endpoint(name) for name, process in processes.items()]
+        others, failures = start(stack, Job.of(options.config, SLOTS), settings)
         ours = start_specserve(stack, options.config, options.port)
         modes = specserve_modes(ours)
         for endpoint in [*modes, *others]:
@@ -218,10 +197,12 @@ def main() -> None:
         if options.mixed:
             rows = measure_mixed([ours, *others], options.turns or (1 if options.quick else 5), PREFILL_ROWS)
         else:
-            rows = measure(loads, [*modes, *others], results, turns)
+            turns = options.turns or (1 if options.quick else 2)
+            loads = closed_loops(clients, options.requests, options.max_tokens)
+            measures = {load: partial(take_turns, load, [*modes, *others], turn, turns) for load, turn in loads.items()}
+            rows = [row for load, measure in measures.items() for row in results.measured([load], measure)]
     print_table("streams", rows, omit=["first_error"])
-    notes = [*NOTES, *(f"{name} did not run: {reason}" for name, reason in failures.items())]
-    print_result("load", {"target": handler.model_id}, rows, notes)
+    print_result("load", served(options.config), rows, [*NOTES, *failures])
 
 
 if __name__ == "__main__":

@@ -5,24 +5,22 @@ first token of a second turn; and that of a third one, after other prompts have 
 parts of Python's own library, as the interpreter has it. Servers take turns of a request.
 
     .venv/bin/python benchmarks/long_prompts.py [--quick] [--config FILE] [--lengths N ...] [--ours]
-        [--settings NAME ...] [--port P] [--results FILE]
+        [--port P] [--results FILE]
 """
 
 from __future__ import annotations
 
-import signal
+import re
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import Any
 
-import psutil
 import yaml
 
 from common import (
@@ -31,20 +29,22 @@ from common import (
     ResultsFile,
     Row,
     argument_parser,
+    loaded,
     print_result,
     print_table,
     with_interference,
 )
-from library_prompts import Library, Prompt
 from load import checked, specserve_modes
 from peer_engines import Job, start
-from servers import Answer, Endpoint, specserve_processes, start_specserve, stream
-from specserve.cli.archive import prepared_document
+from servers import Answer, Endpoint, server_stack, specserve_processes, start_specserve, stream
+from specserve.cli.archive import prepared_document, prepared_handler
+from specserve.engine.base import Vocabulary
 from specserve.engine.llama_model import LlamaModel
 
 LENGTHS, QUICK_LENGTHS = (1024, 4096, 8192, 16384), (1024, 4096)
-PLAIN = "llama-server plain"
-SETTINGS = (PLAIN, "ik_llama.cpp plain")
+AUTO = "specserve auto"
+# Other servers.
+SETTINGS = ("llama-server plain", "ik_llama.cpp plain")
 # Tokens of a context, and of our pool.
 ROOM = 32_768
 # The least tokens of a prompt.
@@ -57,7 +57,10 @@ NEW_PROMPTS, NEW_TOKENS = 3, 8192
 ANSWER, SHORT_ANSWER = 128, 4
 # Tokens of each prompt that takes the place of the conversations in our pool.
 OTHER = 4096
-STARTED = perf_counter()
+# Tokens that a question and the chat's own take.
+QUESTION = 37
+FUNCTION = re.compile(r"^ *def ((?!__)\w+)\(", re.MULTILINE)
+RENAME = "```python\n{code}\n```\n\nRename `{name}` to `{name}_of_file`. Return this function whole, and nothing else."
 IGNORE_END = {"ignore_eos": True}
 NEXT = "{before}{answer}<|im_end|>\n" + CHAT.format(prompt="{number} short tests of this function, please.")
 NOTES = (
@@ -68,14 +71,45 @@ NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it, and the number of its tokens."""
+
+    text: str
+    tokens: int
+
+
+class Library:
+    """The text of Python's own library, largest file first, of which no part is given twice."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        sources = Path(sysconfig.get_path("stdlib")).glob("*.py")
+        self._files = iter(sorted(sources, key=lambda path: (-path.stat().st_size, path.name)))
+        self._tokens: list[int] = []
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._tokens) < count:
+            path = next(self._files)
+            text = f"# {path.name}\n{path.read_text(encoding='utf-8')}"
+            self._tokens += self._vocabulary.encode(text, begin=False)
+        taken, self._tokens = self._tokens[:count], self._tokens[count:]
+        return taken
+
+    def edit(self, length: int) -> Prompt:
+        """A prompt of about `length` tokens that asks for the longest of its functions under another name."""
+        code = ""
+        # Some parts are one docstring.
+        while len(functions := [*FUNCTION.finditer(code)]) < 2:
+            # A character may be cut off.
+            code = b"".join(map(self._vocabulary.piece, self._take(length - QUESTION))).decode(errors="ignore")
+        longest, _ = max(pairwise(functions), key=lambda pair: pair[1].start() - pair[0].start())
+        text = CHAT.format(prompt=RENAME.format(code=code, name=longest[1]))
+        return Prompt(text, len(self._vocabulary.encode(text, special=True)))
+
+
 def say(text: str) -> None:
-    """Print what has been measured, and after how many seconds."""
-    print(f"{perf_counter() - STARTED:6.0f} s  {text}", file=sys.stderr, flush=True)
-
-
-def ratio(value: float | None, other: float | None) -> float | None:
-    """A rounded ratio, if both are there."""
-    return round(value / other, 3) if value and other else None
+    print(text, file=sys.stderr, flush=True)
 
 
 def speed(answer: Answer) -> float:
@@ -93,7 +127,6 @@ def with_room(config: Path, directory: Path) -> Path:
 
 
 def first_token(endpoint: Endpoint, text: str) -> float:
-    """Seconds to the first token of an answer."""
     return checked(endpoint, stream(endpoint, text, SHORT_ANSWER)).ttft
 
 
@@ -108,9 +141,10 @@ def second_turn(prompt: Prompt, answer: str, number: int) -> str:
     return NEXT.format(before=prompt.text, answer=answer, number=number)
 
 
-def measure_length(length: int, prompts: list[Prompt], ours: list[Endpoint], peers: list[Endpoint]) -> Row:
+def measure_length(
+    length: int, prompts: Sequence[Prompt], auto: Endpoint, off: Endpoint, peers: Sequence[Endpoint]
+) -> Row:
     """What one length costs, by server: of the last prompt also the answer, its speed, and second turns."""
-    auto, off = ours
     *_, prompt = prompts
     found: Row = {endpoint.name: {"new": [], "speed": [], "second": []} for endpoint in [auto, off, *peers]}
 
@@ -149,118 +183,63 @@ def measure_return(conversations: dict[int, tuple[Prompt, str]], others: list[Pr
 
 
 def conversation_rows(found: dict[int, Row], third: Row) -> list[Row]:
-    """A row for each length and server; ratios are to llama-server, above 1 where the server is faster."""
     rows: list[Row] = []
     for length, servers in found.items():
-        prefill = {
-            server: median(1000 * seconds / tokens for tokens, seconds in values["new"]) if values["new"] else None
-            for server, values in servers.items()
-        }
-        speeds = {server: median(values["speed"]) for server, values in servers.items()}
         for server, values in servers.items():
-            milliseconds = prefill[server]
-            row: Row = {
-                "tokens": length,
-                "server": server,
-                "prefill_ms": milliseconds and round(milliseconds, 2),
-                "prefill_ratio": ratio(prefill.get(PLAIN), milliseconds),
-                "tokens_per_second": round(speeds[server], 2),
-                "ratio": ratio(speeds[server], speeds.get(PLAIN)),
-                "second_turn_s": round(median(values["second"]), 3) if values["second"] else None,
-            }
-            if server == "specserve auto":
+            row: Row = {"tokens": length, "server": server, "tokens_per_second": round(median(values["speed"]), 2)}
+            if values["new"]:
+                prefill = median(1000 * seconds / tokens for tokens, seconds in values["new"])
+                row |= {"prefill_ms": round(prefill, 2), "second_turn_s": round(median(values["second"]), 3)}
+            if server == AUTO:
                 # The last new prompt is the first turn of the same conversation.
                 _, first_turn = values["new"][-1]
-                row |= {
-                    "third_turn_s": round(third[str(length)], 3),
-                    "third_turn_share": ratio(third[str(length)], first_turn),
-                }
+                seconds = third[str(length)]
+                row |= {"third_turn_s": round(seconds, 3), "third_turn_share": round(seconds / first_turn, 3)}
             rows.append(row)
     return rows
 
 
-@dataclass
-class Run:
-    """Our server in mode auto and off, the settings of the others, the file of results, and notes."""
-
-    job: Job
-    settings: Sequence[str]
-    results: ResultsFile
-    notes: list[str]
-    ours: list[Endpoint]
-    processes: Sequence[psutil.Process]
-
-    def measured(self, key: list[Any], measure: Callable[[], Any]) -> Any:
-        """What is measured, unless the file has it, with a note where other processes computed meanwhile."""
-        if key not in self.results:
-            self.results.add(key, with_interference(measure, self.processes))
-        value, others = self.results[key]
-        if others > MAX_INTERFERENCE:
-            self.notes.append(f"{' '.join(map(str, key[:2]))}: other processes used {others:.0%} of a core meanwhile")
-        return value
-
-    def peers(self, stack: ExitStack, job: Job) -> list[Endpoint]:
-        """The other servers, with prompts cached."""
-        processes, failures = start(stack, job, self.settings)
-        self.notes += [f"{name} did not run: {reason}" for name, reason in failures.items()]
-        return [warmed(replace(process.endpoint(name), extra=IGNORE_END)) for name, process in processes.items()]
-
-    def conversations(self, prompts: dict[int, list[Prompt]], others: list[Prompt]) -> list[Row]:
-        """Measure all lengths, one after the other."""
-        with ExitStack() as stack:
-            peers = self.peers(stack, replace(self.job, context_length=ROOM))
-            names = [peer.name for peer in peers]
-            found = {
-                length: self.measured(
-                    ["conversation", length, names], partial(measure_length, length, of_length, self.ours, peers)
-                )
-                for length, of_length in prompts.items()
-            }
-        auto, _ = self.ours
-        conversations = {length: (prompts[length][-1], found[length][auto.name]["text"]) for length in prompts}
-        third = self.measured(["third", [*prompts], names], partial(measure_return, conversations, others, auto))
-        return conversation_rows(found, third)
-
-
 def main() -> None:
-    """Measure all lengths and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="prompts of 1,024 and 4,096 tokens")
+    parser = argument_parser(__doc__, quick="prompts of 1,024 and 4,096 tokens", port=9800, resumable=True)
     parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help=f"of prompts (default: {LENGTHS})")
     parser.add_argument("--ours", action="store_true", help="without the other servers")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="of other servers")
-    parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
-    parser.add_argument("--results", type=Path, help="file that keeps what is measured, from which a run is resumed")
     options = parser.parse_args()
     lengths = sorted(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
     if not SHORTEST <= lengths[0] <= lengths[-1] <= ROOM // 2:
         parser.error(f"--lengths: {SHORTEST} to {ROOM // 2} tokens")
-    # Without this a terminated run would leave the servers running.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as stack:
+    notes, results = list(NOTES), ResultsFile(options.results)
+    with server_stack() as stack:
         config = with_room(options.config, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        job = Job.of(config, slots=1)
+        job = replace(Job.of(config, slots=1), context_length=ROOM)
         model = LlamaModel(job.target)
         library = Library(model)
-        conversations = {
+        prompts = {
             length: [library.edit(length) for _ in range(max(1, min(NEW_PROMPTS, NEW_TOKENS // length)))]
             for length in lengths
         }
         others = [library.edit(OTHER) for _ in range(-(-ROOM // OTHER))]
         model.close()
-        modes = specserve_modes(start_specserve(stack, config, options.port))
-        run = Run(
-            job,
-            () if options.ours else options.settings,
-            ResultsFile(options.results),
-            list(NOTES),
-            [warmed(replace(mode, extra=mode.extra | IGNORE_END)) for mode in modes],
-            specserve_processes(options.port),
-        )
-        rows = run.conversations(conversations, others)
+        ours = specserve_modes(start_specserve(stack, config, options.port))
+        auto, off = [warmed(replace(mode, extra=mode.extra | IGNORE_END)) for mode in ours]
+        processes = specserve_processes(options.port)
+        found: dict[int, Row] = {}
+        with server_stack() as of_peers:
+            started, failures = start(of_peers, job, () if options.ours else SETTINGS)
+            notes += failures
+            peers = [warmed(replace(peer, extra=IGNORE_END)) for peer in started]
+            names = [peer.name for peer in peers]
+            for length in lengths:
+                measure = partial(measure_length, length, prompts[length], auto, off, peers)
+                timed = partial(with_interference, measure, processes)
+                found[length], busy = results.measured(["conversation", length, names], timed)
+                if busy > MAX_INTERFERENCE:
+                    notes.append(f"{length} tokens: other processes used {busy:.0%} of a core meanwhile")
+        conversations = {length: (prompts[length][-1], found[length][AUTO]["text"]) for length in lengths}
+        third = results.measured(["third", lengths, names], partial(measure_return, conversations, others, auto))
+        rows = conversation_rows(found, third)
         print_table("conversations", rows)
-    print(*run.notes, sep="\n")
-    files = {"target": job.target.name, "draft": job.draft.name if job.draft else None}
-    print_result("long_prompts", files, rows, run.notes)
+        print(*notes, sep="\n")
+        print_result("long_prompts", loaded(prepared_handler(config)), rows, notes)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,15 +27,13 @@ from time import perf_counter
 
 import requests
 
-from common import ResultsFile, Row, argument_parser, print_result, print_table
+from common import ResultsFile, Row, argument_parser, print_result, print_table, served
 from load import checked, percentile, specserve_modes
 from peer_engines import Job, start
-from servers import Answer, Endpoint, start_specserve, stream, unique_prompts
+from servers import SLOTS, Answer, Endpoint, server_stack, start_specserve, stream, unique_prompts
 from specserve.cli.archive import TORCH_STUB, write_mar
 from specserve.cli.torchserve_process import State
-from specserve.config import load_yaml
 
-SLOTS = 8
 # The other server that is measured.
 PEER = "llama-server plain"
 # A request is ended after so many seconds: beside a neighbour some would take many minutes.
@@ -137,24 +134,18 @@ def cgroup_of(cores: float) -> Iterator[None]:
     """Let this process and what it starts have so many cores' time.
 
     Raises:
-        OSError: no cgroup can be made here.
+        OSError: no cgroup (version 2) can be made here.
     """
-    if (CGROUPS / "cpu").is_dir():
-        parent, limits = CGROUPS / "cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": f"{cores * 1e5:.0f}"}
-    else:
-        parent, limits = CGROUPS, {"cpu.max": f"{cores * 1e5:.0f} 100000"}
-    group = parent / "specserve-benchmark"
+    group = CGROUPS / "specserve-benchmark"
     group.mkdir(exist_ok=True)
     try:
-        for name, value in limits.items():
-            (group / name).write_text(value, encoding="ascii")
+        (group / "cpu.max").write_text(f"{cores * 1e5:.0f} 100000", encoding="ascii")
         (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         yield
     finally:
-        (parent / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
         for process in (group / "cgroup.procs").read_text(encoding="ascii").split():
             with contextlib.suppress(OSError):
-                (parent / "cgroup.procs").write_text(process, encoding="ascii")
+                (CGROUPS / "cgroup.procs").write_text(process, encoding="ascii")
         with contextlib.suppress(OSError):
             group.rmdir()
 
@@ -190,7 +181,6 @@ def measure_after(endpoint: Endpoint, seconds: float, prompts: list[str], tokens
 
 
 def summarise(neighbour: str, server: str, pairs: Pairs) -> Row:
-    """One row of the result."""
     kept = [speed(beside) / speed(quiet) for quiet, beside in pairs]
     row: Row = {"neighbour": neighbour, "server": server, "requests": len(pairs)}
     row |= {"kept": round(median(kept), 3), "least": round(min(kept), 3), "most": round(max(kept), 3)}
@@ -202,86 +192,57 @@ def summarise(neighbour: str, server: str, pairs: Pairs) -> Row:
     return row
 
 
+@dataclass
 class Comparison:
-    """The servers, the prompts, and what was measured.
+    """The servers, the prompts, and what was measured."""
 
-    Args:
-        stack: stops the servers.
-        options: of the command line.
-    """
+    config: Path
+    port: int
+    ours: list[Endpoint]
+    everyone: list[Endpoint]
+    prompts: list[str]
+    tokens: int  # of an answer
+    after_seconds: float
+    results: ResultsFile
 
-    def __init__(self, stack: ExitStack, options: Namespace) -> None:
-        self._stack = stack
-        self._config: Path = options.config
-        self._port: int = options.port
-        self._tokens: int = options.max_tokens
-        self._after_seconds = 60.0 if options.quick else 600.0
-        self._prompts = unique_prompts(options.requests or (2 if options.quick else 8))
-        self._results = ResultsFile(options.results)
-        self._ours = specserve_modes(start_specserve(stack, self._config, self._port, with_tokens=True))
-        processes, failures = start(stack, Job.of(self._config, SLOTS), () if options.ours else (PEER,))
-        for name, reason in failures.items():
-            raise SystemExit(f"{name} did not run: {reason}")
-        self._everyone = [*self._ours, *(process.endpoint(name) for name, process in processes.items())]
-
-    def rows(self, names: list[str]) -> Iterator[Row]:
-        """A row for each of these neighbours and each server."""
-        others = {
-            MODEL: self._beside_a_model,
-            AFTER: self._after_neighbours,
-            SERVER: self._beside_a_server,
-            CONTAINER: self._in_a_container,
-        }
-        for name in names:
-            yield from others[name]() if name in others else self._beside(name, LOOPS[name], self._everyone)
-
-    def _rows(self, name: str, endpoints: list[Endpoint], pairs: Callable[[Endpoint], Pairs]) -> Iterator[Row]:
-        for endpoint in endpoints:
-            if (key := [name, endpoint.name]) not in self._results:
-                self._results.add(key, summarise(name, endpoint.name, pairs(endpoint)))
-            yield self._results[key]
-
-    def _beside(self, name: str, neighbour: Neighbour, endpoints: list[Endpoint]) -> Iterator[Row]:
-        return self._rows(name, endpoints, lambda server: self._pairs(server, server, neighbour))
-
-    def _pairs(self, quiet: Endpoint, beside: Endpoint, neighbour: Neighbour) -> Pairs:
-        return measure_pairs(quiet, beside, neighbour, self._prompts, self._tokens)
-
-    def _beside_a_model(self) -> Iterator[Row]:
-        return self._beside(MODEL, busy_model(self._stack, self._port), self._ours)
-
-    def _after_neighbours(self) -> Iterator[Row]:
-        return self._rows(
-            AFTER,
-            self._everyone,
-            lambda server: measure_after(server, self._after_seconds, self._prompts, self._tokens),
-        )
-
-    def _beside_a_server(self) -> Iterator[Row]:
+    def rows(self, neighbour: str) -> Iterator[Row]:
         with ExitStack() as stack:
-            other = start_specserve(stack, self._config, self._port + 5, with_tokens=True)
+            endpoints, pairs = self._measurement(neighbour, stack)
+            for endpoint in endpoints:
+                key = [neighbour, endpoint.name]
+                yield self.results.measured(key, lambda: summarise(neighbour, endpoint.name, pairs(endpoint)))  # noqa: B023
 
-            def pairs(server: Endpoint) -> Pairs:
-                same = replace(server, url=other.url, key=other.key)
-                busy = partial(stream_for, same, self._prompts[0], 4 * self._tokens)
-                return self._pairs(server, server, lambda: repeated(busy))
+    def _measurement(self, name: str, stack: ExitStack) -> tuple[list[Endpoint], Callable[[Endpoint], Pairs]]:
+        """The servers that are measured, and how; the stack ends what is started for it."""
 
-            yield from self._rows(SERVER, self._ours, pairs)
+        def pairs(neighbour: Neighbour, endpoint: Endpoint) -> Pairs:
+            return measure_pairs(endpoint, endpoint, neighbour, self.prompts, self.tokens)
 
-    def _in_a_container(self) -> Iterator[Row]:
-        with ExitStack() as stack, cgroup_of(1.5):
-            other = start_specserve(stack, self._config, self._port + 5, with_tokens=True)
+        if name in LOOPS:
+            return self.everyone, partial(pairs, LOOPS[name])
+        if name == MODEL:
+            return self.ours, partial(pairs, busy_model(stack, self.port))
+        if name == AFTER:
+            return self.everyone, lambda server: measure_after(server, self.after_seconds, self.prompts, self.tokens)
+        if name == CONTAINER:
+            stack.enter_context(cgroup_of(1.5))
+        other = start_specserve(stack, self.config, self.port + 5, with_tokens=True)
 
-            def pairs(server: Endpoint) -> Pairs:
-                return self._pairs(server, replace(server, url=other.url, key=other.key), contextlib.nullcontext)
+        def same(endpoint: Endpoint) -> Endpoint:
+            return replace(endpoint, url=other.url, key=other.key)
 
-            yield from self._rows(CONTAINER, self._ours, pairs)
+        if name == SERVER:
+
+            def busy(server: Endpoint) -> Neighbour:
+                return partial(repeated, partial(stream_for, same(server), self.prompts[0], 4 * self.tokens))
+
+            return self.ours, lambda server: pairs(busy(server), server)
+        return self.ours, lambda server: measure_pairs(server, same(server), nullcontext, self.prompts, self.tokens)
 
 
 def main() -> None:
-    """Start the servers, measure beside each neighbour, and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="two prompts, and one minute of neighbours instead of ten")
-    parser.add_argument("--port", type=int, default=9800, help="the first of ten free ports")
+    quick = "two prompts, and one minute of neighbours instead of ten"
+    parser = argument_parser(__doc__, quick=quick, port=9800, resumable=True)
     names = [*LOOPS, *OTHERS]
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="NAME", default=names, help=f"of {', '.join(names)}"
@@ -289,15 +250,25 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="prompts a server and neighbour (default: 8)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--ours", action="store_true", help="without llama-server")
-    parser.add_argument("--results", type=Path, help="file that keeps every row, from which a run is resumed")
     options = parser.parse_args()
-    # Without this a terminated run would leave the servers running.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ExitStack() as stack:
-        rows = list(Comparison(stack, options).rows(options.only))
+    with server_stack() as stack:
+        ours = specserve_modes(start_specserve(stack, options.config, options.port, with_tokens=True))
+        peers, failures = start(stack, Job.of(options.config, SLOTS), () if options.ours else (PEER,))
+        if failures:
+            raise SystemExit(failures[0])
+        comparison = Comparison(
+            options.config,
+            options.port,
+            ours,
+            [*ours, *peers],
+            unique_prompts(options.requests or (2 if options.quick else 8)),
+            options.max_tokens,
+            60.0 if options.quick else 600.0,
+            ResultsFile(options.results),
+        )
+        rows = [row for name in options.only for row in comparison.rows(name)]
     print_table("beside neighbours", rows)
-    _, handler = load_yaml(options.config)
-    print_result("neighbours", {"target": handler.model_id}, rows, NOTES)
+    print_result("neighbours", served(options.config), rows, NOTES)
 
 
 if __name__ == "__main__":

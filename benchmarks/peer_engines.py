@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from servers import ServerProcess
+from servers import Endpoint, start_peer
 from specserve.cli import files
 from specserve.cli.archive import prepared_handler
 from specserve.cli.paths import PROJECT
@@ -66,7 +66,6 @@ class Job:
 
     @classmethod
     def of(cls, config: Path, slots: int) -> Job:
-        """The job of a model YAML."""
         handler = prepared_handler(config)
         threads = usable_cores(handler.cores, handler.threads).threads
         # Each slot of the others' has its own cells; no request of these benchmarks is longer.
@@ -84,22 +83,21 @@ def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None)
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
     program = shutil.which(command[0], path=path)
     if program is None:
         raise EnvironmentFailure(f"{command[0]} is not on PATH: pip install {Path(command[0]).name}.")
     with log.open("a", encoding="utf-8") as output:
-        done = subprocess.run(
-            [program, *command[1:]], stdout=output, stderr=output, check=False, env=environment, cwd=cwd
+        outcome = subprocess.run(
+            [program, *command[1:]], stdout=output, stderr=output, check=False, env=os.environ | {"PATH": path}, cwd=cwd
         )
-    if done.returncode:
+    if outcome.returncode:
         raise EnvironmentFailure(f"{Path(command[0]).name} {command[1]} failed; see {log}.")
 
 
-def _locked_packages() -> list[str]:
-    """The packages of the lock file, each with its hashes."""
+def locked(package: str) -> str:
+    """A package's entry in the lock file, with its hashes."""
     entries = re.split(r"\n(?! )", LOCK.read_text(encoding="utf-8"))
-    return [entry for entry in entries if entry and not entry.startswith("#")]
+    return next(entry for entry in entries if entry.startswith(f"{package}=="))
 
 
 def unpack(package: str) -> Path:
@@ -108,10 +106,8 @@ def unpack(package: str) -> Path:
     Raises:
         EnvironmentFailure: they cannot be fetched.
     """
-    entry = next(entry for entry in _locked_packages() if entry.startswith(f"{package}=="))
+    entry = locked(package)
     home = PEERS / entry.split()[0].replace("==", "-")
-    if (home / "package").is_dir():
-        return home
     with files.locked(home / ".lock", f"{package} is being fetched"):
         if not (home / "package").is_dir():
             (home / "requirement.txt").write_text(entry, encoding="utf-8")
@@ -125,20 +121,21 @@ def unpack(package: str) -> Path:
 
 
 def build(home: Path, source: Path, options: dict[str, str]) -> Path:
-    """The directory `build` in `home`, with a llama-server, which is compiled the first time.
+    """The llama-server in `home`, which is compiled the first time.
 
     Raises:
         EnvironmentFailure: it cannot be compiled.
     """
     log, directory = home / "log", home / "build"
+    server = directory / "bin" / "llama-server"
     with files.locked(home / ".lock", f"{home.name} is being built"):
-        if not (directory / "bin" / "llama-server").is_file():
+        if not server.is_file():
             with Console(stderr=True).status(f"building {home.name}, some ten minutes on two cores (log: {log})"):
                 defined = [f"-D{name}={value}" for name, value in options.items()]
                 run_logged(["cmake", "-S", source, "-B", directory, *defined], log)
                 parallel = ["--target", "llama-server", "--parallel", str(usable_cores().threads)]
                 run_logged(["cmake", "--build", directory, *parallel], log)
-    return directory
+    return server
 
 
 def build_llama() -> Path:
@@ -159,28 +156,13 @@ def build_ik() -> Path:
     return build(home, source, IK_BUILD)
 
 
-def _options(**values: object) -> list[str]:
-    return [str(part) for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
-
-
-def llama_server(job: Job) -> list[str | Path]:
-    """llama-server; states saved in RAM would take memory from the other servers."""
-    context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return [build_llama() / "bin" / "llama-server", "-m", job.target, *context, "--no-ui"]
-
-
-def ik_server(job: Job) -> list[str | Path]:
-    """ik_llama.cpp's llama-server, with weights repacked at load; flash attention and an F16 cache are its defaults."""
-    context = _options(threads=job.threads, parallel=job.slots, ctx_size=job.slots * job.context_length, cache_ram=0)
-    return [build_ik() / "bin" / "llama-server", "-m", job.target, *context, "--run-time-repack"]
-
-
 @dataclass(frozen=True)
 class Engine:
-    """How a server is started, and options by setting."""
+    """Another project's server."""
 
-    command: Callable[[Job], list[str | Path]]
-    settings: dict[str, tuple[str, ...]]
+    build: Callable[[], Path]  # returns the program
+    options: tuple[str, ...]
+    settings: dict[str, tuple[str, ...]]  # further options by setting
 
 
 def _draft(*options: str) -> tuple[str, ...]:
@@ -190,13 +172,16 @@ def _draft(*options: str) -> tuple[str, ...]:
 _DRAFTS = {length: f"draft {length}" for length in DRAFT_LENGTHS}
 ENGINES = {
     "llama-server": Engine(
-        llama_server,
+        build_llama,
+        ("--no-ui",),
         {"plain": ()}
         | {name: _draft("--spec-type", "draft-simple", "--spec-draft-n-max", str(n)) for n, name in _DRAFTS.items()}
         | {kind: ("--spec-type", kind) for kind in N_GRAM},
     ),
     "ik_llama.cpp": Engine(
-        ik_server,
+        build_ik,
+        # Weights are repacked at load; flash attention and an F16 cache are its defaults.
+        ("--run-time-repack",),
         {"plain": ()}
         | {name: _draft("--draft-max", str(n)) for n, name in _DRAFTS.items()}
         | {"draft autotuned": _draft("--spec-autotune")}
@@ -212,30 +197,25 @@ def command(job: Job, name: str) -> list[str | Path]:
     Raises:
         EnvironmentFailure: it cannot be built, or the job has no draft model.
     """
-    engine, _, setting = name.partition(" ")
-    options = ENGINES[engine].settings[setting]
+    engine_name, _, setting = name.partition(" ")
+    engine = ENGINES[engine_name]
+    options = engine.settings[setting]
     if DRAFT in options and job.draft is None:
         raise EnvironmentFailure("the configuration has no draft model")
-    return [
-        *ENGINES[engine].command(job),
-        *(str(job.draft) if option == DRAFT else option for option in options),
-    ]
+    # States saved in RAM would take memory from the other servers.
+    sizes = {"threads": job.threads, "parallel": job.slots, "ctx-size": job.slots * job.context_length, "cache-ram": 0}
+    given = [text for option, value in sizes.items() for text in (f"--{option}", str(value))]
+    drafts = (str(job.draft) if option == DRAFT else option for option in options)
+    return [engine.build(), "-m", job.target, *given, *engine.options, *drafts]
 
 
-def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[dict[str, ServerProcess], dict[str, str]]:
-    """Start servers by the names of their settings; the stack stops them.
-
-    Returns:
-        Those that are ready, and why the others are not, by name.
-    """
-    processes, failures = {}, {}
+def start(stack: ExitStack, job: Job, names: Iterable[str]) -> tuple[list[Endpoint], list[str]]:
+    """Start servers by the names of their settings; returns those that are ready, and notes why others are not."""
+    ready, failures = [], []
     for name in names:
         try:
-            process = ServerProcess(command(job, name), PEERS / "logs" / f"{name.replace(' ', '-')}.log")
-            stack.callback(process.stop)
-            process.wait_ready()
+            log = PEERS / "logs" / f"{name.replace(' ', '-')}.log"
+            ready.append(start_peer(stack, name, command(job, name), log))
         except EnvironmentFailure as reason:
-            failures[name] = str(reason)
-        else:
-            processes[name] = process
-    return processes, failures
+            failures.append(f"{name} did not run: {reason}")
+    return ready, failures

@@ -9,17 +9,11 @@ one that cannot be built or run is named with the reason. load.py compares sever
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-
-from rich.console import Console
-from rich.progress import track
 
 from common import (
     FAMILIES,
@@ -32,10 +26,11 @@ from common import (
     print_table,
     read_tasks,
     with_interference,
+    with_progress,
 )
 from load import checked, specserve_modes
 from peer_engines import SETTINGS, Job, start
-from servers import Endpoint, specserve_processes, start_specserve, stream
+from servers import Endpoint, server_stack, specserve_processes, start_specserve, stream
 
 REQUEST_FAMILIES = ("code", "json", "prose", "chat", "summarise", "edit")
 PLAIN = "llama-server plain"
@@ -94,23 +89,20 @@ def summarise(family: str, mode: str, pairs: list[tuple[Row, Row]]) -> Row:
 def compare(
     config: Path, settings: Sequence[str], tasks: list[Task], results: ResultsFile, port: int
 ) -> tuple[list[Row], list[str]]:
-    """Rows of the result, and notes."""
     found: dict[tuple[str, str], list[tuple[Row, Row]]] = {}
     disturbed = 0
-    with ExitStack() as stack:
-        processes, failures = start(stack, Job.of(config, slots=1), settings)
-        if PLAIN in failures:
-            raise SystemExit(f"{PLAIN}, which ratios are to, did not run: {failures[PLAIN]}")
+    with server_stack() as stack:
+        peers, failures = start(stack, Job.of(config, slots=1), settings)
+        if PLAIN not in [peer.name for peer in peers]:
+            raise SystemExit(f"Ratios are to {PLAIN}: {failures[0]}")
         modes = specserve_modes(start_specserve(stack, config, port))
-        servers = [replace(mode, name=MODES[mode.name]) for mode in modes]
-        servers += [process.endpoint(name) for name, process in processes.items()]
+        servers = [*(replace(mode, name=MODES[mode.name]) for mode in modes), *peers]
         answer_in_turn(servers, replace(tasks[0], max_tokens=8))
-        for task in track(tasks, "prompts", console=Console(stderr=True)):
+        for task in with_progress(tasks, "prompts"):
             key = [task.family, task.name, [server.name for server in servers]]
-            if key not in results:
-                turn = partial(answer_in_turn, servers, task)
-                results.add(key, with_interference(turn, specserve_processes(port)))
-            answers, interference = results[key]
+            turn = partial(answer_in_turn, servers, task)
+            measure = partial(with_interference, turn, specserve_processes(port))
+            answers, interference = results.measured(key, measure)
             disturbed += interference > MAX_INTERFERENCE
             for mode, answer in answers.items():
                 found.setdefault((task.family, mode), []).append((answers[PLAIN], answer))
@@ -119,23 +111,18 @@ def compare(
         "greedy, one client; seconds of the prompt count in ratio_with_prefill only",
         "n-gram drafts have their engine's default lengths; ngram-mod and ngram-cache also remember earlier prompts",
         f"{disturbed} prompts were answered while other processes used more than {MAX_INTERFERENCE:.0%} of a core",
-        *(f"{name} did not run: {reason}" for name, reason in failures.items()),
+        *failures,
     ]
 
 
 def main() -> None:
-    """Compare the answers of one client, and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="two prompts a family, fewer settings")
+    parser = argument_parser(__doc__, quick="two prompts a family, fewer settings", port=9800, resumable=True)
     parser.add_argument(
         "--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of other engines: {', '.join(SETTINGS)}"
     )
     parser.add_argument("--prompts", type=int, help="number of prompts of each family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=REQUEST_FAMILIES, help="only these")
-    parser.add_argument("--port", type=int, default=9800, help="the first of five free ports")
-    parser.add_argument("--results", type=Path, help="file that keeps every answer, from which a run is resumed")
     options = parser.parse_args()
-    # Without this a terminated run would leave the servers running.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     limit = options.prompts or (2 if options.quick else None)
     tasks = [task for family in options.families for task in read_tasks(family, limit)]
     settings = dict.fromkeys([PLAIN, *(options.settings or (QUICK_SETTINGS if options.quick else SETTINGS))])

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from common import FAMILIES, Task, argument_parser, read_tasks
+from common import FAMILIES, Task, argument_parser, read_tasks, with_progress
 from specserve.cli.archive import prepared_handler
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -110,7 +108,6 @@ def teacher_force(
 
 
 def main() -> None:
-    """Append what is missing to the file."""
     parser = argument_parser(__doc__, quick="one prompt a family")
     parser.add_argument("file", type=Path, help="one JSON object a line; existing recordings are not repeated")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
@@ -140,7 +137,7 @@ def main() -> None:
         for family in RECORDED
         for task in read_tasks(family, limit)
     ]
-    for task, temperature in track(tasks, "recording", console=Console(stderr=True)):
+    for task, temperature in with_progress(tasks, "recording"):
         if (task.name, temperature) not in known:
             sampling = SamplingParams(temperature=temperature)
             line = record((target, draft), _DRAFT_WINDOW, models[0], task, sampling)

@@ -87,7 +87,6 @@ class Judge:
         return mask is not None and bool(mask[self._ends].all())
 
     def survey(self, directory: Path) -> Survey:
-        """All files below a directory."""
         found = Survey()
         for file in sorted(directory.rglob("*.json")):
             for group in json.loads(file.read_text(encoding="utf-8")):
@@ -124,7 +123,6 @@ class Judge:
 
 
 def main() -> None:
-    """Survey every draft of the suite, and print one JSON object."""
     parser = argument_parser(__doc__, quick="only the last draft")
     parser.add_argument("directory", type=Path, help="`tests/` of the suite")
     parser.add_argument("--show", action="store_true", help="list the valid instances that are not accepted, too")

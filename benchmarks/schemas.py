@@ -22,17 +22,16 @@ import jsonschema
 import llguidance
 from jsonschema.validators import validator_for
 
-from common import argument_parser, print_result
+from common import argument_parser, print_result, print_table
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
 from specserve.core.loading import PREFILL_ROWS, Models, load_models
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 
@@ -42,13 +41,11 @@ PROMPT = "A short document in JSON:\n"
 
 @dataclass
 class Survey:
-    """The schemas of one set: those accepted here, all, those that llguidance accepts, reasons, compile times."""
-
-    accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    count: int = 0
-    llguidance: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
+    count: int
+    accepted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # here
+    llguidance: int = 0  # accepted by llguidance alone
+    reasons: Counter[str] = field(default_factory=Counter)  # of refusals
+    seconds: list[float] = field(default_factory=list)  # of compiling
 
 
 def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[str, Any]]]]:
@@ -65,7 +62,7 @@ def read_sets(directory: Path, sample: int) -> dict[str, list[tuple[str, dict[st
 
 def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler) -> Survey:
     """Compile every schema, here and with llguidance alone."""
-    found = Survey(count=len(schemas))
+    found = Survey(len(schemas))
     for name, schema in schemas:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
         found.llguidance += not llguidance.LLMatcher(compiler.tokenizer, grammar, log_level=0).is_error()
@@ -81,48 +78,36 @@ def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler)
     return found
 
 
-class Sampler:
-    """Samples answers as a worker would."""
-
-    def __init__(self, models: Models, config: HandlerConfig) -> None:
-        self._models = models
-        self._config = config
-        self._wait = max_wait(config.max_wait_ms, models.drafters.controller.target_cost)
-
-    def answers(self, schemas: list[dict[str, Any]], mode: dict[str, Any]) -> list[Generation]:
-        """One sampled answer for each schema."""
-        scheduler = Scheduler(
-            self._models.target,
-            self._models.drafters,
-            prefill_rows=PREFILL_ROWS,
-            max_wait_seconds=self._wait,
-            begin_masks=self._models.grammars.begin_round,
-        )
-        generations = [self._generation(schema, mode) for schema in schemas]
-        for generation in generations:
-            scheduler.submit(generation)
-        while scheduler.busy:
-            scheduler.run_round()
-        return generations
-
-    def _generation(self, schema: dict[str, Any], mode: dict[str, Any]) -> Generation:
-        form = {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}}
+def sample_answers(models: Models, config: HandlerConfig, schemas: list[dict[str, Any]], mode: str) -> list[Generation]:
+    """One sampled answer for each schema, as a worker gives them."""
+    scheduler = Scheduler(
+        models.target,
+        models.drafters,
+        prefill_rows=PREFILL_ROWS,
+        max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
+        begin_masks=models.grammars.begin_round,
+    )
+    generations = []
+    for schema in schemas:
         body = {
             "prompt": PROMPT,
             "max_tokens": MAX_TOKENS,
-            "response_format": form,
-            "speculation": mode,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schema}},
+            "speculation": {"mode": mode},
             "seed": 0,
             "cache_prompt": False,
         }
         request = parse_body(body, CompletionRequest)
-        prompts = Tokenizer(self._models.vocabulary, self._config).completion(request)
-        _, [[generation]] = resolve(request, prompts, self._models.vocabulary, self._models.grammars, self._config)
-        return generation
+        prompts = Tokenizer(models.vocabulary, config).completion(request)
+        _, [[generation]] = resolve(request, prompts, models.vocabulary, models.grammars, config)
+        scheduler.submit(generation)
+        generations.append(generation)
+    while scheduler.busy:
+        scheduler.run_round()
+    return generations
 
 
 def judge(generation: Generation, schema: dict[str, Any]) -> str:
-    """What `jsonschema` says of an answer."""
     if generation.error is not None:
         return f"failed: {generation.error.code}"
     if generation.finish_reason == "length":
@@ -134,21 +119,7 @@ def judge(generation: Generation, schema: dict[str, Any]) -> str:
         return "not checked: Python cannot compile a pattern"
 
 
-def print_survey(found: dict[str, Survey]) -> None:
-    """Print the accepted share of each set, and the reasons of refusal."""
-    print(f"\n{'set':20} {'schemas':>8} {'accepted':>9} {'llguidance':>11} {'slowest, s':>11}")
-    for name, group in found.items():
-        shares = f"{len(group.accepted) / group.count:9.2f} {group.llguidance / group.count:11.2f}"
-        print(f"{name:20} {group.count:8} {shares} {max(group.seconds):11.3f}")
-    reasons: Counter[str] = Counter()
-    for group in found.values():
-        reasons += group.reasons
-    for reason, count in reasons.most_common(20):
-        print(f"{count:6} {reason}")
-
-
 def main() -> None:
-    """Survey, sample answers if asked to, and print one JSON object."""
     parser = argument_parser(__doc__, quick="20 schemas of each set")
     parser.add_argument("directory", type=Path, help="schemas as JSON files, or one directory a set")
     parser.add_argument("--sample", type=int, help="schemas of each set (default: 120)")
@@ -159,32 +130,31 @@ def main() -> None:
     models = load_models(config)
     compiler = GrammarCompiler(models.vocabulary)
     found = {name: survey(read, compiler) for name, read in read_sets(options.directory, sample).items()}
-    print_survey(found)
+    rows = [
+        {"set": name, "schemas": group.count, "accepted": len(group.accepted), "llguidance": group.llguidance}
+        | {"slowest_s": round(max(group.seconds), 3)}
+        for name, group in found.items()
+    ]
+    print_table("accepted schemas", rows)
+    for reason, number in sum((group.reasons for group in found.values()), Counter[str]()).most_common(20):
+        print(f"{number:6} {reason}")
     accepted = [schema for group in found.values() for schema in group.accepted]
     random.Random(0).shuffle(accepted)
     asked = accepted[: options.answers]
-    sampler = Sampler(models, config)
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
-        generations = sampler.answers([schema for _, schema in asked], {"mode": mode})
+        generations = sample_answers(models, config, [schema for _, schema in asked], mode)
         judged = [
             (name, judge(generation, schema)) for generation, (name, schema) in zip(generations, asked, strict=True)
         ]
         verdicts[mode] = Counter(verdict for _, verdict in judged)
         print(f"\nspeculation {mode}: {dict(verdicts[mode])}")
         print("\n".join(f"INVALID: {name}" for name, verdict in judged if verdict == "INVALID"))
-    count = sum(group.count for group in found.values())
-    rows = [
-        {"set": name, "schemas": group.count, "accepted": len(group.accepted), "llguidance": group.llguidance}
-        for name, group in found.items()
-    ]
     print_result(
         "schemas",
         {"target": config.model_id},
         rows,
         [f"llguidance {llguidance.get_version()}"],
-        accepted=round(len(accepted) / count, 4),
-        llguidance_accepted=round(sum(group.llguidance for group in found.values()) / count, 4),
         answers={mode: dict(verdict) for mode, verdict in verdicts.items()},
     )
 

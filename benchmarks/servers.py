@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +23,7 @@ import psutil
 import requests
 
 from common import read_tasks
-from specserve.cli.paths import PROJECT
+from specserve.cli.paths import PROJECT, STATE
 from specserve.cli.torchserve_process import State
 from specserve.errors import EnvironmentFailure
 
@@ -34,109 +36,94 @@ REQUEST_TIMEOUT_SECONDS = 900
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's base URL, further fields of each request to it, its resident memory in MiB, and its API key."""
+    """A server as clients see it."""
 
     name: str
-    url: str
-    extra: dict[str, Any] = field(default_factory=dict)
+    url: str  # base URL
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of each request
     resident_mib: Callable[[], int] = lambda: 0
     key: str | None = None
 
 
-class ServerProcess:
-    """A server on a free port.
+@contextmanager
+def server_stack() -> Iterator[ExitStack]:
+    """A stack that stops servers, also those of a run that is terminated."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with ExitStack() as stack:
+        yield stack
 
-    Args:
-        command: the command line, which takes `--port` too.
-        log: where its output goes.
+
+def start_peer(stack: ExitStack, name: str, command: list[str | Path], log: Path) -> Endpoint:
+    """Start a server on a free port, whose prompt cache stays unused, and wait until it is ready.
+
+    Raises:
+        EnvironmentFailure: the server ended, or took too long.
     """
-
-    def __init__(self, command: list[str | Path], log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as output:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(port)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # ik_llama.cpp's server writes llama.log into its working directory.
-                cwd=log.parent,
-                # As ours, and as a service: Linux divides the cores by sessions (benchmarks/neighbours.py).
-                start_new_session=True,
-            )
-
-    def wait_ready(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            EnvironmentFailure: the server ended, or took too long.
-        """
-        until = time.monotonic() + LOAD_TIMEOUT_SECONDS
-        while self._process.poll() is None and time.monotonic() < until:
-            try:
-                if requests.get(self.url + "/health", timeout=5).ok:
-                    return
-            except requests.RequestException:
-                pass
-            time.sleep(0.1)
-        self.stop()
-        output = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise EnvironmentFailure(f"it did not become ready: {output[-1] if output else 'no message'} (log: {self.log})")
-
-    def stop(self) -> None:
-        """Kill the process; a second call is harmless."""
-        self._process.kill()
-        self._process.wait()
-
-    def endpoint(self, name: str) -> Endpoint:
-        """Where clients reach it; its prompt cache stays unused."""
-        return Endpoint(name, self.url, {"cache_prompt": False}, self.resident_mib)
-
-    def resident_mib(self) -> int:
-        """Resident memory of the process in MiB."""
-        return int(psutil.Process(self._process.pid).memory_info().rss) >> 20
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # ik_llama.cpp's server writes llama.log into its working directory.
+            cwd=log.parent,
+            # As ours, and as a service: Linux divides the cores by sessions (benchmarks/neighbours.py).
+            start_new_session=True,
+        )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    until = time.monotonic() + LOAD_TIMEOUT_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(url + "/health", timeout=5).ok:
+                return Endpoint(
+                    name, url, {"cache_prompt": False}, partial(_resident_mib, [psutil.Process(process.pid)])
+                )
+        time.sleep(0.1)
+    process.kill()
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise EnvironmentFailure(f"it did not become ready: {said[-1] if said else 'no message'} (log: {log})")
 
 
-def start_specserve(stack: ExitStack, config: Path, port: int, *, with_tokens: bool = False) -> Endpoint:
-    """This project's server, through TorchServe; the stack stops it."""
-    scripts, flags = PROJECT / "scripts", ["--port", str(port)]
-    command: list[str | Path] = [scripts / "serve", "--config", config, *flags, "--detach"]
-    subprocess.run(command + ["--no-auth"] * (not with_tokens), check=True, stdout=subprocess.DEVNULL)
+def start_specserve(
+    stack: ExitStack, config: Path | None, port: int, *, with_tokens: bool = False, checkout: Path = PROJECT
+) -> Endpoint:
+    """This project's server, through TorchServe; the stack stops it. Without `config` it has the checkout's default."""
+    scripts, flags = checkout / "scripts", ["--port", str(port)]
+    chosen = ["--config", str(config)] if config else []
+    command = [str(scripts / "serve"), *flags, "--detach", *chosen, *["--no-auth"] * (not with_tokens)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     stack.callback(lambda: subprocess.run([scripts / "stop", *flags], check=True, stdout=subprocess.DEVNULL))
-    return specserve_endpoint(port)
-
-
-def specserve_endpoint(port: int) -> Endpoint:
-    """This project's server on a port where it already runs."""
     url = f"http://127.0.0.1:{port}/predictions/qwen/1.0"
-    return Endpoint(
-        "specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port), State(port).key("inference")
-    )
+    key = State(port).key("inference") if with_tokens else None
+    return Endpoint("specserve", url, {"speculation": {"pool": ""}}, partial(_worker_mib, port, checkout), key)
 
 
-def specserve_processes(port: int, program: str = "") -> list[psutil.Process]:
+def specserve_processes(port: int, program: str = "", checkout: Path = PROJECT) -> list[psutil.Process]:
     """TorchServe's processes at a port whose command lines contain `program`."""
-    state = str(State(port).directory)
+    state = str(checkout / STATE.relative_to(PROJECT) / str(port))
     commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
     return [process for process, command in commands if state in command and program in command]
 
 
-def _worker_mib(port: int) -> int:
-    """Resident memory in MiB of the TorchServe worker that serves the model."""
-    workers = specserve_processes(port, "model_service_worker")
-    return sum(int(process.memory_info().rss) >> 20 for process in workers)
+def _worker_mib(port: int, checkout: Path) -> int:
+    return _resident_mib(specserve_processes(port, "model_service_worker", checkout))
+
+
+def _resident_mib(processes: list[psutil.Process]) -> int:
+    return sum(int(process.memory_info().rss) >> 20 for process in processes)
 
 
 @dataclass
 class Answer:
-    """One streamed answer: timestamps in seconds, its text and number of tokens, and what the server says about it."""
+    """One streamed answer."""
 
-    sent: float
+    sent: float  # this and the next two: timestamps in seconds
     chunks: list[float] = field(default_factory=list)
     end: float = 0.0
     text: str = ""
@@ -146,7 +133,6 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
         return self.chunks[0] - self.sent
 
     @property
@@ -160,31 +146,20 @@ class Answer:
         return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
-def events(response: requests.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events as they arrive."""
-    for line in response.iter_lines(chunk_size=1):
-        if line.startswith(b"data: ") and line != b"data: [DONE]":
-            yield json.loads(line.removeprefix(b"data: "))
-
-
 def stream(endpoint: Endpoint, prompt: str, max_tokens: int, limit_seconds: float = REQUEST_TIMEOUT_SECONDS) -> Answer:
     """Stream one greedy completion, which the client ends after the limit; a failure is recorded in the answer."""
     answer = Answer(perf_counter())
-    body = {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    url = f"{endpoint.url}/v1/completions"
+    url, body = f"{endpoint.url}/v1/completions", body | endpoint.extra
     try:
-        with requests.post(
-            url, json=body | endpoint.extra, headers=headers, stream=True, timeout=limit_seconds
-        ) as response:
+        with requests.post(url, json=body, headers=headers, stream=True, timeout=limit_seconds) as response:
             response.raise_for_status()
-            for event in events(response):
+            for line in response.iter_lines(chunk_size=1):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix(b"data: "))
                 text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
                 if text:
                     answer.chunks.append(perf_counter())
@@ -217,9 +192,3 @@ def _words() -> list[str]:
 def random_words(tokens: int) -> str:
     """About so many tokens of words in a random order: no two such prompts share a cached prefix."""
     return " ".join(secrets.choice(_words()) for _ in range(round(tokens / TOKENS_PER_WORD)))
-
-
-def closed_loop(endpoint: Endpoint, *, clients: int, number: int, max_tokens: int) -> list[Answer]:
-    """`clients` clients share `number` requests; each sends its next one when the last one is answered."""
-    with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(lambda prompt: stream(endpoint, prompt, max_tokens), unique_prompts(number)))

@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import print_result, print_table
-from specserve.core.budget import max_wait
 from specserve.core.generation import Generation
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SpeculationParams
@@ -50,37 +49,34 @@ _OTHERS = 200
 
 @dataclass(frozen=True)
 class Recording:
-    """One answer of the target, and the draft's predictions along it (see record.py).
-
-    Args:
-        prompt: tokens.
-        answer: the target's tokens after the prompt.
-        sure: by index of the answer, the target's confidence.
-        rank: by index, the token's place among the draft's choices; 0 where the draft chooses the same token.
-        draft_sure: by index, the draft's confidence.
-        others: by index, the probabilities of the draft's choices after the first.
-    """
+    """One answer of the target, and the draft's predictions along it (see record.py)."""
 
     family: str
     name: str
     temperature: float
     prompt: list[int]
     answer: list[int]
-    sure: list[float]
-    rank: list[int]
-    draft_sure: list[float]
-    others: list[list[float]]
+    # By index of the answer:
+    sure: list[float]  # the target's confidence
+    rank: list[int]  # the token's place among the draft's choices; 0 where the draft chooses the same token
+    draft_sure: list[float]  # the draft's confidence
+    others: list[list[float]]  # the probabilities of the draft's choices after the first
 
 
 @dataclass
 class Clock:
-    """The simulated clock."""
-
-    now: float = 0.0
+    now: float = 0.0  # seconds since the start
 
     def __call__(self) -> float:
-        """Seconds since the start."""
         return self.now
+
+
+class EndlessVocabulary(NoEndToken):
+    """An answer ends with its recording, and its tokens have no text."""
+
+    def piece(self, token: int) -> bytes:
+        del token
+        return b""
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,13 @@ class Replay:
         known = dict.fromkeys([*recording.prompt, *recording.answer])
         names = {token: number for number, token in enumerate(known, 1)}
         prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
-        greedy = SamplingParams(temperature=0)
-        length = len(recording.answer)
         sequence = Generation(
-            prompt, greedy, speculation, EndlessVocabulary(200), max_tokens=length, reuses_prefix=False
+            prompt,
+            SamplingParams(temperature=0),
+            speculation,
+            EndlessVocabulary(200),
+            max_tokens=len(recording.answer),
+            reuses_prefix=False,
         )
         return cls(recording, sequence, names)
 
@@ -111,20 +110,14 @@ class Replay:
 class ReplayEngine:
     """An engine that returns recorded logits and advances the clock by the cost of each pass.
 
-    Args:
-        replays: all of them, also those that wait for a slot.
-        width: size of the vocabulary.
-        cost: of passes.
-        clock: advanced by passes.
-        n_slots: sequences decoded at the same time.
-        draft: whether this is the draft model.
+    `replays` are all of them, also those that wait for a slot.
     """
 
     max_rows = 128
     max_logits = 64
     max_alternatives = 8
     slot_length = CONTEXT
-    token_bytes = None
+    token_bytes: int | None = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool
@@ -141,7 +134,6 @@ class ReplayEngine:
         self.cache = KVCache(self)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """The recorded logits after each row; see `Engine.forward`."""
         counts = Counter(row.slot for row in rows)
         self._clock.now += self._cost.seconds(len(rows), self.kv_len(counts))
         self._alternatives = {}
@@ -177,46 +169,31 @@ class ReplayEngine:
         return row
 
     def cached_len(self, slot: int) -> int:
-        """Number of tokens in the KV cache of a slot."""
         return self._lengths[slot]
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """Length of the KV cache that a row attends to."""
         return max((self._lengths[slot] for slot in slots), default=0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove tokens from the KV cache."""
         self._lengths[slot] = min(self._lengths[slot], length)
         self._alternatives.pop(slot, None)
 
     def adopt(self, slot: int, number: int) -> None:
-        """Let a slot end with an alternative of the last pass."""
         self._lengths[slot] = self._alternatives.pop(slot)[number] + 1
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Let a slot hold what another does: what the draft model reads of two replays may be alike."""
+        # What the draft model reads of two replays may be alike.
         del source
         self._lengths[destination] = length
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Never called: there is nothing to save."""
         raise NotImplementedError
 
     def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Never called."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing to free."""
-
-
-class EndlessVocabulary(NoEndToken):
-    """An answer ends with its recording, and its tokens have no text."""
-
-    def piece(self, token: int) -> bytes:
-        """No text."""
-        del token
-        return b""
+        pass
 
 
 class Simulation:
@@ -226,8 +203,6 @@ class Simulation:
         target: the target's costs on the simulated machine.
         draft: the draft's.
         speculation: the policy.
-        window: tokens that the draft reads back where it joins a sequence; here it changes no draft, since all were
-            recorded after 128 tokens.
         draft_context: the most tokens of a sequence that the draft holds.
         slots: sequences decoded at the same time.
         max_wait_seconds: extra latency that prefill may add to a decoding round.
@@ -239,7 +214,6 @@ class Simulation:
         draft: CostTable,
         speculation: SpeculationParams,
         *,
-        window: int = 96,
         draft_context: int = CONTEXT,
         slots: int = 1,
         max_wait_seconds: float = math.inf,
@@ -250,7 +224,6 @@ class Simulation:
         self._draft_cost = PassCosts(draft, target=target_cost)
         self._controller = Controller(target_cost, self._draft_cost)
         self._speculation = speculation
-        self._window = window
         self._draft_context = draft_context
         self._slots = slots
         self._max_wait_seconds = max_wait_seconds
@@ -271,7 +244,7 @@ class Simulation:
         model = DraftModel(
             draft.cache,
             self._draft_cost,
-            window=self._window,
+            window=96,  # changes no draft here: all were recorded after 128 tokens
             max_rows=64,
             vocabulary=width,
             context_length=self._draft_context,
@@ -361,41 +334,30 @@ _ZEN_5_APART_TARGET = {2: 1.06, 4: 1.07, 5: 1.1, 6: 1.16, 8: 1.42, 12: 1.97, 16:
 _ZEN_5_APART_DRAFT = {2: 1.04, 3: 1.1, 4: 1.15, 6: 1.25, 8: 1.4, 12: 1.94, 16: 2.5, 17: 2.83, 24: 3.65, 32: 4.73}
 # Assumed: every row costs the same.
 _STEEP = {2: 1.9, 3: 2.8, 4: 3.6, 8: 7.0, 16: 14.0, 32: 28.0}
-# Target and draft, in milliseconds a step.
+# Milliseconds a step and costs by rows, of target and draft.
+_COSTS = {
+    "2 cores, 3B by 0.5B": (145, _TWO_CORES, 26, _TWO_CORES),
+    "2 cores, 1.5B by 0.5B": (71, _TWO_CORES, 26, _TWO_CORES),
+    "2 cores of Zen 4, fast memory, our kernels, 1.5B by 0.5B": (20.5, _OWN_TARGET_FAST, 5.5, _OWN_DRAFT_FAST),
+    "2 cores of Zen 4, slow memory, our kernels, 1.5B by 0.5B": (30.3, _OWN_TARGET_SLOW, 7.6, _OWN_DRAFT_SLOW),
+    "2 cores of Zen 3, our kernels, 1.5B by 0.5B": (58.8, _ZEN_3_TARGET, 14.5, _ZEN_3_DRAFT),
+    "2 cores of Zen 5, our kernels, 1.5B by 0.5B": (26.7, _ZEN_5_TARGET, 6.1, _ZEN_5_DRAFT),
+    "2 cores of Zen 5 apart, our kernels, 3B by 0.5B": (32, _ZEN_5_APART_TARGET, 4.8, _ZEN_5_APART_DRAFT),
+    "every row costs alike": (145, _STEEP, 26, _STEEP),
+}
 MACHINES = {
-    "2 cores, 3B by 0.5B": (stairs(145, _TWO_CORES), stairs(26, _TWO_CORES)),
-    "2 cores, 1.5B by 0.5B": (stairs(71, _TWO_CORES), stairs(26, _TWO_CORES)),
-    "2 cores of Zen 4, fast memory, our kernels, 1.5B by 0.5B": (
-        stairs(20.5, _OWN_TARGET_FAST),
-        stairs(5.5, _OWN_DRAFT_FAST),
-    ),
-    "2 cores of Zen 4, slow memory, our kernels, 1.5B by 0.5B": (
-        stairs(30.3, _OWN_TARGET_SLOW),
-        stairs(7.6, _OWN_DRAFT_SLOW),
-    ),
-    "2 cores of Zen 3, our kernels, 1.5B by 0.5B": (stairs(58.8, _ZEN_3_TARGET), stairs(14.5, _ZEN_3_DRAFT)),
-    "2 cores of Zen 5, our kernels, 1.5B by 0.5B": (stairs(26.7, _ZEN_5_TARGET), stairs(6.1, _ZEN_5_DRAFT)),
-    "2 cores of Zen 5 apart, our kernels, 3B by 0.5B": (
-        stairs(32, _ZEN_5_APART_TARGET),
-        stairs(4.8, _ZEN_5_APART_DRAFT),
-    ),
-    "every row costs alike": (stairs(145, _STEEP), stairs(26, _STEEP)),
+    name: (stairs(first, target), stairs(second, draft)) for name, (first, target, second, draft) in _COSTS.items()
 }
 
 
 def replay_all(
-    target: CostTable,
-    draft: CostTable,
-    policy: SpeculationParams,
-    recordings: list[Recording],
-    seed: int,
+    target: CostTable, draft: CostTable, policy: SpeculationParams, recordings: list[Recording], seed: int
 ) -> list[float]:
     """Seconds of each recording, replayed in a random order, as a server would see them."""
-    order = list(range(len(recordings)))
+    simulation, order = Simulation(target, draft, policy), [*enumerate(recordings)]
     Random(seed).shuffle(order)
-    simulation = Simulation(target, draft, policy)
-    seconds = {index: simulation.run(recordings[index])[0] for index in order}
-    return [seconds[index] for index in range(len(recordings))]
+    seconds = {index: simulation.run(recording)[0] for index, recording in order}
+    return [seconds[index] for index in sorted(seconds)]
 
 
 def compare(target: CostTable, draft: CostTable, recordings: list[Recording], orders: int) -> Iterator[dict[str, Any]]:
@@ -436,23 +398,11 @@ def together(
             simulation = Simulation(target, draft, speculation, slots=clients, max_wait_seconds=wait)
             seconds[speculation.mode] = max(simulation.together(order)[0])
         ratios.append(seconds["off"] / seconds["auto"])
-    return {
-        "clients": clients,
-        "ratio": round(mean(ratios), 3),
-        "spread": [round(min(ratios), 3), round(max(ratios), 3)],
-    }
-
-
-def show(machine: str, rows: list[dict[str, Any]]) -> None:
-    """Print a machine's rows, and what they come to without made-up texts."""
-    print_table(f"SIMULATION: {machine}; times the speed without drafts, draft prefill included", rows)
-    recorded = [row for row in rows if row["family"] not in PROCESSES]
-    slowest = min(row["least"] for row in recorded)
-    print(f"recorded texts: mean {mean(row['ratio'] for row in recorded):.3f}, slowest {slowest:.3f}\n")
+    spread = [round(min(ratios), 3), round(max(ratios), 3)]
+    return {"clients": clients, "ratio": round(mean(ratios), 3), "spread": spread}
 
 
 def main() -> None:
-    """Replay everything on every machine, and print tables and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="a file that record.py wrote")
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES), help="only these machines")
@@ -479,7 +429,11 @@ def main() -> None:
     rows = []
     for machine in options.machines:
         mine = list(compare(*MACHINES[machine], recordings, options.orders))
-        show(machine, mine)
+        print_table(f"SIMULATION: {machine}; times the speed without drafts, draft prefill included", mine)
+        ratios, least = zip(
+            *((row["ratio"], row["least"]) for row in mine if row["family"] not in PROCESSES), strict=True
+        )
+        print(f"recorded texts: mean {mean(ratios):.3f}, slowest {min(least):.3f}\n")
         rows += [{"machine": machine, **row} for row in mine]
     print_result("simulate", {}, rows, ["simulated: recorded answers, measured or assumed costs"])
 

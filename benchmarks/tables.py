@@ -7,14 +7,16 @@ Such a file is the JSON object that a benchmark ends with. RESULTS.md is not edi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from charts import best_settings
+from charts import RESULTS, best_settings
 from common import Row
-from result_tables import Column, Results, on_machines, own_titles, read_results, section, table
 
 PAGE = Path(__file__).parent / "RESULTS.md"
+MACHINES = {"zen5": "Zen 5", "zen4": "Zen 4", "zen3": "Zen 3", "emerald": "Emerald Rapids"}
 KINDS = {
     "code": "code",
     "json": "JSON",
@@ -28,7 +30,7 @@ KINDS = {
 }
 TARGET = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 # Of the longest gaps, those that are named.
-WORST = 2
+WORST = 1
 INTRODUCTION = """# Results
 
 Two cores of shared AMD EPYCs (Zen 5, Zen 4, and Zen 3 with AVX2 alone) and an Intel Emerald Rapids. The pair \
@@ -36,6 +38,55 @@ is Qwen2.5-Coder 1.5B (Q4_K_M) with its 0.5B in pure Q4_0 as the draft; "3B" is 
 Compare within a run only: between runs ratios vary by a tenth. `tables.py` writes this page from the linked \
 files, which hold dates and commands. See [what each mechanism buys](decisions/ledger.md) and \
 [what was tried](decisions/tried.md)."""
+Results = Mapping[str, Row]
+# Texts by the keys of their rows.
+Column = dict[Any, str]
+
+
+def read_results(directory: Path = RESULTS) -> dict[str, Row]:
+    files = sorted(directory.glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8").splitlines()[-1]) for path in files}
+
+
+def on_machines(results: Results, *questions: str) -> dict[str, str]:
+    """The results of some questions: the title of the machine by the name of the file."""
+    names = [(f"{question}-{machine}", title) for question in questions for machine, title in MACHINES.items()]
+    return {name: title for name, title in names if name in results}
+
+
+def line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(corner: str, titles: Mapping[Any, str], columns: Mapping[str, Column]) -> list[str]:
+    """The lines of a table: a row for each key of `titles` that a column has."""
+    rows = [
+        line([title, *(column.get(key, "") for column in columns.values())])
+        for key, title in titles.items()
+        if any(key in column for column in columns.values())
+    ]
+    return [line([corner, *columns]), "|---" * (1 + len(columns)) + "|", *rows]
+
+
+def own_titles(columns: Mapping[str, Column]) -> dict[str, str]:
+    """Titles of rows whose keys are texts already."""
+    return {key: key for column in columns.values() for key in column}
+
+
+def source(name: str) -> str:
+    """On which machine a result was measured, with a link to its file, which has date and command."""
+    model = "3B, " if "-3b-" in name else ""
+    return f"[{model}{MACHINES.get(name.rpartition('-')[2], name.replace('_', ' '))}](results/{name}.json)"
+
+
+def section(question: str, answer: str, lines: list[str], results: Results, names: Iterable[str]) -> list[str]:
+    """A question, what its figures are, where they come from, and its table."""
+    names = list(names)
+    scripts = ", ".join(
+        dict.fromkeys(f"`{Path(results[name]['command'].split()[0]).name.rstrip(';')}`" for name in names)
+    )
+    sources = ", ".join(map(source, names))
+    return ["", f"## {question}", f"{answer} ({scripts}: {sources})", *(["", *lines] if lines else [])]
 
 
 def span(values: Iterable[float]) -> str:
@@ -45,7 +96,6 @@ def span(values: Iterable[float]) -> str:
 
 
 def one_client(results: Results) -> list[str]:
-    """Speed relative to plain decoding, by kind of text (decode.py)."""
     columns: dict[str, Column] = {}
     spans: dict[float, list[str]] = {}
     names = on_machines(results, "decode", "decode-3b")
@@ -70,7 +120,6 @@ def one_client(results: Results) -> list[str]:
 
 
 def fixed_numbers(results: Results) -> list[str]:
-    """Mode `auto` beside the best of fixed numbers of drafts (decode.py)."""
     names = on_machines(results, "fixed")
     ahead, spans = [], []
     for name, machine in names.items():
@@ -88,7 +137,6 @@ def fixed_numbers(results: Results) -> list[str]:
 
 
 def several_clients(results: Results) -> list[str]:
-    """Tokens a second and time to first token, by clients (load.py)."""
     columns: dict[str, Column] = {}
     servers = {"specserve auto": "`auto`", "specserve off": "`off`", "llama-server plain": "llama-server"}
     for name, machine in on_machines(results, "clients").items():
@@ -116,7 +164,6 @@ def several_clients(results: Results) -> list[str]:
 
 
 def mixed_lengths(results: Results) -> list[str]:
-    """Waits for the first token by the length of the prompt, alone and beside others (load.py --mixed)."""
     columns: dict[str, Column] = {}
     if not (names := on_machines(results, "mixed")):
         return []
@@ -135,12 +182,11 @@ def mixed_lengths(results: Results) -> list[str]:
 
 
 def cost_of_a_pass(results: Results) -> list[str]:
-    """Milliseconds of a pass by its rows (cost_curve.py)."""
     columns: dict[str, Column] = {}
     growth = []
     for name, machine in on_machines(results, "cost_curve").items():
         rows = {(row["engine"], row["rows"]): row for row in results[name]["rows"] if row["file"] == TARGET}
-        times = {key: _milliseconds(row) for key, row in rows.items()}
+        times = {key: row["ms_per_row" if row["prefill"] else "ms"] for key, row in rows.items()}
         columns[machine] = {
             count: f"{times['llama.cpp', count]:.1f}, {time:.1f} ({rows[engine, count]['times_roof']:.2f})"
             for (engine, count), time in times.items()
@@ -157,13 +203,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
 
 
-def _milliseconds(row: Row) -> float:
-    """Of a pass, or of each token of a prompt."""
-    return float(row["ms_per_row" if row["prefill"] else "ms"])
-
-
 def other_engines(results: Results) -> list[str]:
-    """The best settings of each engine, by kind of text (peers.py)."""
     columns: dict[str, Column] = {}
     engines = ("specserve", "llama-server", "ik_llama.cpp")
     names = on_machines(results, "requests")
@@ -179,7 +219,6 @@ def other_engines(results: Results) -> list[str]:
 
 
 def long_prompts(results: Results) -> list[str]:
-    """Prefill, decoding and further turns, by the tokens of a prompt (long_prompts.py)."""
     columns: dict[str, Column] = {}
     servers = {
         "specserve auto": "`auto`",
@@ -196,15 +235,14 @@ def long_prompts(results: Results) -> list[str]:
     cells = {(key, server): f"{titles[key]}, {servers[server]}" for key in titles for server in servers}
     third = ", ".join(f"{row['third_turn_share']:.3f}" for row in rows if row.get("third_turn_share") is not None)
     answer = (
-        "By tokens of the prompt, a part of Python's library: milliseconds of prefill a token, tokens a second of an "
-        "edit, seconds to the first token of a second turn. A third turn, after others have filled the cache, begins "
+        "By tokens of the prompt: milliseconds of prefill per token, tokens per second of an edit, seconds to the "
+        "first token of a second turn. A third turn, after others have filled the cache, begins "
         f"in {third} of the first one's time."
     )
     return section("What do long prompts cost?", answer, table("", cells, columns), results, names)
 
 
 def perplexity(results: Results) -> list[str]:
-    """Perplexity with llama.cpp's kernels and with ours (perplexity.py)."""
     names = on_machines(results, "perplexity")
     rows = [row for name in names for row in results[name]["rows"] if row["file"] == TARGET]
     texts = [
@@ -222,7 +260,6 @@ def perplexity(results: Results) -> list[str]:
 
 
 def schemas(results: Results) -> list[str]:
-    """How many schemas are accepted, and what is generated (schemas.py, schema_suite.py)."""
     sets, suite = results["schemas"]["rows"], results["schema_suite"]["rows"]
     verdicts = results["schemas"]["answers"]["off"]
     accepted, schemas, invalid, generated = (
@@ -239,7 +276,6 @@ def schemas(results: Results) -> list[str]:
 
 
 def tools(results: Results) -> list[str]:
-    """Tool calls: whether they are valid, and how fast they are written (tools.py)."""
     names = on_machines(results, "tools")
     answers, ratios = [], []
     for name in names:
@@ -259,7 +295,6 @@ def tools(results: Results) -> list[str]:
 
 
 def recurring(results: Results) -> list[str]:
-    """What finished answers bring to later ones (recurring.py)."""
     names = on_machines(results, "recurring")
     texts = [
         f"{row['kind']} {row['auto, first']:.0f}, {row['pool, first']:.0f}, {row['pool, second']:.0f}"
@@ -274,7 +309,6 @@ def recurring(results: Results) -> list[str]:
 
 
 def neighbours(results: Results) -> list[str]:
-    """The share of its quiet speed that a server keeps beside other processes (neighbours.py)."""
     columns: dict[str, Column] = {}
     lost = 0.0
     names = on_machines(results, "neighbours")
@@ -291,7 +325,6 @@ def neighbours(results: Results) -> list[str]:
 
 
 def worst_cases(results: Results) -> list[str]:
-    """The longest gaps that one request puts into another client's stream (worst_cases.py)."""
     names = on_machines(results, "worst_cases")
     texts = []
     for name in names:
@@ -322,12 +355,10 @@ QUESTIONS = (
 
 
 def page(results: Results) -> str:
-    """The text of RESULTS.md."""
     return "\n".join([INTRODUCTION, *(text for question in QUESTIONS for text in question(results))]) + "\n"
 
 
 def main() -> None:
-    """Write RESULTS.md."""
     PAGE.write_text(page(read_results()), encoding="utf-8")
     print(PAGE)
 

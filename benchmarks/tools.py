@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from statistics import median
@@ -20,14 +19,10 @@ from typing import Any
 import jsonschema
 import requests
 import yaml
-from rich.console import Console
-from rich.progress import track
 
-from common import PROMPTS, Row, argument_parser, print_result, print_table
-from servers import Endpoint, start_specserve
-from specserve.config import load_yaml
+from common import PROMPTS, Row, argument_parser, print_result, print_table, served, with_progress
+from servers import Endpoint, server_stack, start_specserve
 
-PORT = 9080
 MODES = ("off", "auto")
 MAX_TOKENS = 256
 _FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -48,13 +43,13 @@ class Ask:
 
 @dataclass
 class Answer:
-    """The calls of an answer by index, its text, why it ended, its tokens, and the seconds of decoding them."""
+    """What came back."""
 
-    calls: dict[int, list[str]] = field(default_factory=dict)
+    calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments by index
     text: str = ""
-    reason: str = ""
+    reason: str = ""  # why it ended
     tokens: int = 0
-    decode: float = 0.0
+    decode: float = 0.0  # seconds
 
     def add(self, message: dict[str, Any]) -> None:
         """Add a message, or a delta of one."""
@@ -96,7 +91,6 @@ def asks() -> Iterator[Ask]:
 
 
 def send(endpoint: Endpoint, ask: Ask, mode: str) -> Answer:
-    """Send a request and read the answer."""
     body = {**ask.body, "speculation": {"mode": mode, "pool": ""}}
     answer = Answer()
     with requests.post(f"{endpoint.url}/v1/chat/completions", json=body, stream=ask.stream, timeout=600) as response:
@@ -138,7 +132,6 @@ def faults(ask: Ask, answer: Answer) -> list[str]:
 
 
 def summarise(choice: str, temperature: float, pairs: list[tuple[Ask, dict[str, Answer]]]) -> Row:
-    """One row of the result."""
     answers = [answers for _, answers in pairs]
     ratios = [
         (both["auto"].tokens / both["auto"].decode) / (both["off"].tokens / both["off"].decode)
@@ -159,31 +152,23 @@ def summarise(choice: str, temperature: float, pairs: list[tuple[Ask, dict[str, 
 
 
 def main() -> None:
-    """Run the benchmark and print a table and one JSON object."""
-    parser = argument_parser(__doc__, quick="every 23rd of the requests")
+    parser = argument_parser(__doc__, quick="every 23rd of the requests", port=9080)
     parser.add_argument("--requests", type=int, default=400, help="how many, both modes together (default: 400)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"five ports from this one on (default: {PORT})")
     options = parser.parse_args()
     chosen = list(islice(asks(), 0, options.requests // len(MODES), 23 if options.quick else 1))
     results: dict[tuple[str, float], list[tuple[Ask, dict[str, Answer]]]] = {}
-    with ExitStack() as stack:
+    notes = []
+    with server_stack() as stack:
         endpoint = start_specserve(stack, options.config, options.port)
-        for ask in track(chosen, "requests", console=Console(stderr=True)):
+        for ask in with_progress(chosen, "requests"):
             # Neither mode reads the prompt for the other.
             send(endpoint, replace(ask, body={**ask.body, "max_tokens": 1}), "off")
             both = {mode: send(endpoint, ask, mode) for mode in MODES}
             results.setdefault((ask.choice, ask.temperature), []).append((ask, both))
+            notes += [fault for one in both.values() for fault in faults(ask, one)]
     rows = [summarise(*key, pairs) for key, pairs in sorted(results.items())]
     print_table("tool calls, adaptive against plain decoding", rows)
-    notes = [
-        fault
-        for pairs in results.values()
-        for ask, both in pairs
-        for one in both.values()
-        for fault in faults(ask, one)
-    ]
-    _, handler = load_yaml(options.config)
-    print_result("tools", {"target": handler.model_id}, rows, notes)
+    print_result("tools", served(options.config), rows, notes)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
 import requests
-from rich.console import Console
-from rich.progress import track
 
-from common import argument_parser, print_result, print_table
-from servers import Endpoint, random_words, start_specserve
-from specserve.config import load_yaml
+from common import Row, argument_parser, print_result, print_table, served, with_progress
+from servers import Endpoint, random_words, server_stack, start_specserve
 
 Body = dict[str, Any]
 
-PORT = 9080
 # Pieces of a stream after which a case begins.
 BEGUN = 5
 # The most drafts a round that a request may ask for, `max_gamma` of the published configurations.
@@ -51,14 +46,11 @@ class Case:
     limit: str
     body: Callable[[], Body]
     route: str = COMPLETION
-    # Sent at the same time, each by a client of its own.
-    copies: int = 1
+    copies: int = 1  # sent at the same time, each by a client of its own
     # Whether the prompt is in the cache, since reading it takes longer than clients wait: all answers begin at once.
     cached: bool = False
-    # Whether another prompt of that length has then taken its place in the KV cache.
-    displaced: bool = False
-    # Whether the other client sends short prompts.
-    newcomers: bool = False
+    displaced: bool = False  # whether another prompt of that length has then taken its place in the KV cache
+    newcomers: bool = False  # whether the other client sends short prompts
 
 
 class Stream:
@@ -116,19 +108,22 @@ class Stream:
 
 
 def schema(text: Body, **fields: Any) -> Body:
-    """A completion by a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "any", "schema": text}}
     return {"prompt": "[[[[[[[[", "max_tokens": 1000, "response_format": form, **fields}
 
 
 def by_grammar(grammar: str, **fields: Any) -> Body:
-    """A completion by a grammar."""
-    return {"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "max_tokens": 1000, "grammar": grammar, **fields}
+    return {"prompt": "a" * 32, "max_tokens": 1000, "grammar": grammar, **fields}
 
 
 def chat(content: Any = "Hi", **fields: Any) -> Body:
-    """A chat of one message."""
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **fields}
+
+
+def calls(tools: dict[str, Body], **fields: Any) -> Body:
+    """A chat that has to call one of these tools, by name and the schema of its arguments."""
+    sent = [{"type": "function", "function": {"name": name, "parameters": text}} for name, text in tools.items()]
+    return chat(tools=sent, **{"tool_choice": "required", "max_tokens": 200, **fields})
 
 
 def stop_strings() -> list[str]:
@@ -141,12 +136,6 @@ def wide_schema() -> Body:
     return {"properties": {f"p{number}": {"type": "string", "maxLength": 1000 + number} for number in range(3000)}}
 
 
-def calls(tools: dict[str, Body], **fields: Any) -> Body:
-    """A chat that has to call one of these tools, by name and the schema of its arguments."""
-    sent = [{"type": "function", "function": {"name": name, "parameters": text}} for name, text in tools.items()]
-    return chat(tools=sent, **{"tool_choice": "required", "max_tokens": 200, **fields})
-
-
 def tree(number: int) -> Body:
     """A schema that contains itself, in objects and lists."""
     return {"properties": {f"p{number}": {"$ref": "#"}, "more": {"type": "array", "items": {"$ref": "#"}}}}
@@ -157,15 +146,18 @@ def wide_arguments() -> Body:
     return {"properties": {f"property{n}": {"enum": [f"value{n}-{m}" for m in range(10)]} for n in range(1300)}}
 
 
-def words(count: int) -> list[str]:
-    """So many, each its own."""
-    return [f"w{number:06}" for number in range(count)]
-
-
 def long_strings() -> Body:
     """Strings whose lengths have to be counted, in an array of at least so many."""
     text = {"type": "string", "pattern": "^([a-y ]{1,30} ?){1,30}$", "minLength": 500, "maxLength": 900}
     return {"type": "array", "minItems": 1000, "items": text}
+
+
+def many_prompts() -> Body:
+    return {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1}
+
+
+def new_prompt(tokens: int) -> Body:
+    return {"prompt": random_words(tokens), "max_tokens": 1}
 
 
 def repeated(prompt: str, **fields: Any) -> Body:
@@ -174,20 +166,11 @@ def repeated(prompt: str, **fields: Any) -> Body:
     return {"prompt": prompt, "n": 8, "max_tokens": 100, "ignore_eos": True, "speculation": options, **fields}
 
 
-def sampled(**fields: Any) -> Body:
+def sampled() -> Body:
     """Eight answers for whose every token the whole vocabulary is sorted."""
-    cuts = {"temperature": 2, "top_k": 150_000, "top_p": 0.999, "min_p": 1e-9}
+    cuts = {"temperature": 2, "top_k": 150_000, "top_p": 0.999, "min_p": 1e-9, "seed": 1}
     penalties = {"presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1}
-    return {
-        "prompt": "a b c " * 500,
-        "n": 8,
-        "max_tokens": 50,
-        "seed": 1,
-        "ignore_eos": True,
-        **cuts,
-        **penalties,
-        **fields,
-    }
+    return repeated("a b c " * 500, speculation={"drafter": "model"}) | {"max_tokens": 50} | cuts | penalties
 
 
 CASES = [
@@ -198,7 +181,9 @@ CASES = [
     ),
     Case("a grammar with many lexer states", "50,000 states", lambda: by_grammar(EXPONENTIAL, n=8)),
     Case("3,000 strings of different lengths", "4,000 subschemas", lambda: schema(wide_schema())),
-    Case("an enumeration of 17,000 words", "256 KiB", lambda: schema({"enum": words(17_000)}, n=8)),
+    Case(
+        "an enumeration of 17,000 words", "256 KiB", lambda: schema({"enum": [f"w{n:06}" for n in range(17_000)]}, n=8)
+    ),
     Case("long strings by a pattern, 8 answers", "50,000 states", lambda: schema(long_strings(), n=8)),
     Case(
         "400 tools, 8 answers", "500 items in a row", lambda: calls({f"t{n}": {} for n in range(400)}, n=8), route=CHAT
@@ -220,7 +205,7 @@ CASES = [
     Case(
         "128 prompts of 7 kB",
         "1 MiB of body",
-        lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
+        many_prompts,
     ),
     Case(
         "a prediction and a prompt of one word, 15 drafts, 8 answers",
@@ -242,26 +227,26 @@ CASES = [
     Case(
         "newcomers beside a prompt of 4,000 tokens",
         "prefills share a round",
-        lambda: {"prompt": random_words(LONG), "max_tokens": 1},
+        lambda: new_prompt(LONG),
         newcomers=True,
     ),
     Case(
         "newcomers beside a prompt of 30,000 tokens",
         "prefills share a round",
-        lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
+        lambda: new_prompt(LONGEST),
         newcomers=True,
     ),
     Case(
         "a prefix of 30,000 tokens that comes back from host memory",
         "copied within `max_wait_ms` a round",
-        lambda: {"prompt": random_words(LONGEST), "max_tokens": 1},
+        lambda: new_prompt(LONGEST),
         cached=True,
         displaced=True,
     ),
     Case(
         "every field of sampling, 15 drafts, 8 answers",
         "drafts as `max_wait_ms` allows",
-        lambda: sampled(speculation={"mode": "fixed", "gamma": MOST_DRAFTS, "drafter": "model"}),
+        sampled,
     ),
     Case(
         "16 stop strings of 1,000 characters, 8 answers",
@@ -275,9 +260,9 @@ CASES = [
         route=CHAT,
     ),
     Case(
-        "best_of, echo and log-probabilities together",
+        "echo and log-probabilities together, 20 answers",
         "8 MiB of response",
-        lambda: {"prompt": "a b " * 900, "best_of": 20, "n": 8, "echo": True, "logprobs": 5, "max_tokens": 20},
+        lambda: {"prompt": "a b " * 900, "n": 20, "echo": True, "logprobs": 5, "max_tokens": 20},
     ),
     Case(
         "a whole answer by a grammar behind a megabyte of body",
@@ -294,7 +279,7 @@ CASES = [
     Case(
         "bodies of a megabyte that take long to read, from 12 clients",
         "handed over until they are read",
-        lambda: {"prompt": [f"{n}" + "=-" * 3_500 for n in range(128)], "max_tokens": 1},
+        many_prompts,
         copies=12,
     ),
     Case(
@@ -313,16 +298,7 @@ class Measure:
         self._endpoint = endpoint
         self._seconds = seconds
 
-    def alone(self, name: str, limit: str, *, newcomers: bool = False) -> dict[str, Any]:
-        """The other client by itself, for five seconds."""
-
-        def wait() -> str:
-            time.sleep(5)
-            return ""
-
-        return self._beside(name, limit, wait, newcomers=newcomers)
-
-    def case(self, one: Case) -> dict[str, Any]:
+    def case(self, one: Case) -> Row:
         """One request, or copies of it, to the answer or until the client leaves."""
         # A case that the client has left may still be running.
         while requests.get(f"{self._endpoint.url}/v1/speculation", timeout=60).json()["sequences"]["live"]:
@@ -340,17 +316,12 @@ class Measure:
                 return next(iter(outcomes))
             return ", ".join(f"{count} times {outcome}" for outcome, count in outcomes.items())
 
-        return self._beside(one.name, one.limit, send, newcomers=one.newcomers)
+        return self.beside(one.name, send, one.limit, newcomers=one.newcomers)
 
     def _send(self, route: str, body: str) -> str:
-        """What became of a request."""
+        url, headers = f"{self._endpoint.url}/{route}", {"Content-Type": "application/json"}
         try:
-            response = requests.post(
-                f"{self._endpoint.url}/{route}",
-                data=body,
-                headers={"Content-Type": "application/json"},
-                timeout=self._seconds,
-            )
+            response = requests.post(url, data=body, headers=headers, timeout=self._seconds)
         except (requests.exceptions.Timeout, requests.exceptions.ConnectionError):
             # The second where the body had begun to come.
             return "left"
@@ -359,7 +330,7 @@ class Measure:
             outcome += ", " + str(response.json()["error"]["code"])
         return outcome
 
-    def _beside(self, name: str, limit: str, act: Callable[[], str], *, newcomers: bool) -> dict[str, Any]:
+    def beside(self, name: str, act: Callable[[], str], limit: str = "", *, newcomers: bool) -> Row:
         """One row of the table: what an act has brought, and what it cost."""
         with Stream(self._endpoint.url, newcomers=newcomers) as stream:
             begun, held = time.monotonic(), self._endpoint.resident_mib()
@@ -378,21 +349,24 @@ class Measure:
             }
 
 
+def wait() -> str:
+    """Leave the other client by itself."""
+    time.sleep(5)
+    return ""
+
+
 def main() -> None:
-    """Run all cases, or the selected ones, and print one JSON object."""
-    parser = argument_parser(__doc__, quick="clients wait for 5 seconds")
-    parser.add_argument("--port", type=int, default=PORT, help=f"five ports from this one on (default: {PORT})")
+    parser = argument_parser(__doc__, quick="clients wait for 5 seconds", port=9080)
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names contain one of these words")
     options = parser.parse_args()
-    with ExitStack() as stack:
+    with server_stack() as stack:
         measure = Measure(start_specserve(stack, options.config, options.port), 5 if options.quick else 20)
-        rows = [measure.alone("none: the other stream alone", "")]
-        rows.append(measure.alone("none: newcomers alone", "", newcomers=True))
+        rows = [measure.beside("none: the other stream alone", wait, newcomers=False)]
+        rows.append(measure.beside("none: newcomers alone", wait, newcomers=True))
         cases = [case for case in CASES if any(word in case.name for word in options.only)]
-        rows += [measure.case(case) for case in track(cases, "cases", console=Console(stderr=True))]
+        rows += [measure.case(case) for case in with_progress(cases, "cases")]
     print_table("requests, and the longest gap of the other stream or wait of a newcomer", rows, omit=["newcomers"])
-    _, handler = load_yaml(options.config)
-    print_result("worst_cases", {"target": handler.model_id}, rows, ["seconds; MiB of the worker's resident memory"])
+    print_result("worst_cases", served(options.config), rows, ["seconds; MiB of the worker's resident memory"])
 
 
 if __name__ == "__main__":

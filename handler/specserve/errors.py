@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 logger = logging.getLogger(__name__)
 
@@ -56,31 +58,19 @@ class MaskDeferred(SpecserveError):
     """The round has no time left for a grammar mask; the sequence continues in the next round."""
 
 
+@dataclass(eq=False)
 class RequestError(SpecserveError):
     """A request is refused or failed; its response is OpenAI's error object."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
-        self.kind = kind
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    kind: str = "invalid_request_error"
 
     def renamed(self, names: Mapping[str, str]) -> RequestError:
-        """Return this error with the name that the client has for its field.
-
-        Args:
-            names: the client's, by ours.
-        """
+        """Return this error with the name that the client has for its field; `names` are the client's, by ours."""
         param = names.get(re.split(r"[.\[]", self.param or "", maxsplit=1)[0])
         if param is None:
             return self
@@ -89,57 +79,39 @@ class RequestError(SpecserveError):
 
     @classmethod
     def invalid(cls, param: str, message: str) -> RequestError:
-        """Return the error of a field whose value cannot be used."""
         return cls(message, param=param, code="invalid_value")
 
 
-class Contained:
-    """Keeps what is raised within from all other requests: this one fails; only what ends the process goes on.
+@dataclass
+class Contained(AbstractContextManager[Any]):
+    """Ends one request for whatever is raised within, so that no other fails; only what ends the process goes on."""
 
-    Args:
-        request_id: TorchServe's, for the log.
-        fail: is given the error that the client is told.
-    """
-
-    def __init__(self, request_id: str, fail: Callable[[RequestError], object]) -> None:
-        self._request_id = request_id
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        """Begin."""
+    request_id: str  # TorchServe's, for the log
+    fail: Callable[[RequestError], object]  # is given the error that the client is told
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        """Tell whether an error is dealt with."""
         # The panics of llguidance, which is written in Rust, are no Exception.
         if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
             return False
         if not isinstance(error, RequestError):
-            logger.error("specserve: request %s failed", self._request_id, exc_info=error)
+            logger.error("specserve: request %s failed", self.request_id, exc_info=error)
             sentence = "The server failed to answer this request; its log says why."
             error = RequestError(sentence, status=500, kind="server_error")
-        self._fail(error)
+        self.fail(error)
         return True
 
 
-class LoggedOnce:
-    """Keeps an `Exception` raised within from all requests; only the first is logged.
+@dataclass
+class LoggedOnce(AbstractContextManager[Any]):
+    """Keeps an `Exception` raised within from all requests; only the first is logged."""
 
-    Args:
-        sentence: what it means for the operator.
-    """
-
-    def __init__(self, sentence: str) -> None:
-        self._sentence = sentence
-        self._has_failed = False
-
-    def __enter__(self) -> None:
-        """Begin."""
+    sentence: str  # what it means for the operator
+    has_failed: bool = False
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        """Tell whether an error is dealt with."""
         if not isinstance(error, Exception):
             return False
-        if not self._has_failed:
-            logger.error("specserve: %s", self._sentence, exc_info=error)
-        self._has_failed = True
+        if not self.has_failed:
+            logger.error("specserve: %s", self.sentence, exc_info=error)
+        self.has_failed = True
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,14 +18,11 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 class Usable(NamedTuple):
-    """The cores that compute threads may run on, and the maximum number of threads.
+    """What compute threads may use."""
 
-    `cores` has a hardware thread of each physical core, ascending, then the others where more threads are asked for;
-    `threads` is at most their number.
-    """
-
+    # A hardware thread of each physical core, ascending, then the others where more threads are asked for.
     cores: tuple[int, ...]
-    threads: int
+    threads: int  # at most so many, and no more than cores
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -47,7 +45,7 @@ def usable_cores(chosen: Sequence[int] | None = None, threads: int | None = None
 
     Args:
         chosen: the operator's cores; None for all that the process may use.
-        threads: as configured; None for a thread on each physical core, and no more than a cgroup's quota, rounded up.
+        threads: None for a thread on each physical core, and no more than a cgroup's quota, rounded up.
 
     Raises:
         ConfigError: the process may not use a chosen core.
@@ -82,8 +80,8 @@ def _siblings(core: int) -> str:
 
 def quota() -> float | None:
     """Return the time that cgroups grant this process, in cores; None if they grant all."""
-    limits = map(str.split, _cgroup_files("cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]))
-    return min((int(time) / int(period) for time, period in limits if time not in {"max", "-1"}), default=None)
+    limits = map(str.split, _cgroup_files("cpu.max"))
+    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
 
 
 def free_memory() -> int:
@@ -92,43 +90,21 @@ def free_memory() -> int:
     Pages of files count as free, since the kernel drops them first.
     """
     free = [psutil.virtual_memory().available]
-    legacy = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
-    for text in _cgroup_files("memory", ["memory.max", "memory.current", "memory.stat"], legacy):
+    for text in _cgroup_files("memory.max", "memory.current", "memory.stat"):
         limit, used, *words = text.split()
         statistics = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-        # Version 1 has names of their own for what groups below take.
-        files = (statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in ("active_file", "inactive_file"))
+        files = statistics.get("active_file", 0) + statistics.get("inactive_file", 0)
         if limit != "max":
-            free.append(int(limit) - int(used) + sum(files))
+            free.append(int(limit) - int(used) + files)
     return max(0, min(free))
 
 
-def _cgroup_files(controller: str, names: list[str], legacy: list[str]) -> Iterator[str]:
-    """Yield the joined text of some files for each control group (cgroup) of the process that has them.
-
-    These are its own group and those above.
-
-    Args:
-        controller: the kernel's name, such as `cpu` or `memory`.
-        names: of the files in version 2.
-        legacy: in version 1.
-    """
-    try:
+def _cgroup_files(*names: str) -> Iterator[str]:
+    """Yield the joined text of these files for the process's own control group (cgroup, version 2) and those above."""
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files, roots = names, {_CGROUPS, _CGROUPS / "unified"}
-        elif controller in controllers.split(","):
-            files, roots = legacy, {_CGROUPS / controller, _CGROUPS / controllers}
-        else:
-            continue
-        relative = Path(path.lstrip("/"))
+        group = Path(next(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
         # In a container the path is the host's, and the container's own group is mounted as the root.
-        for directory in {root / part for root in roots for part in (relative, *relative.parents)}:
-            try:
-                yield " ".join((directory / file).read_text(encoding="ascii") for file in files)
-            except (OSError, ValueError):
-                continue
+        for directory in (group, *group.parents):
+            with suppress(OSError, ValueError):
+                yield " ".join((_CGROUPS / directory / name).read_text(encoding="ascii") for name in names)

@@ -13,17 +13,14 @@ class Shares(Generic[Key, Value]):
     """Entries by client. Where they exceed the limit, the client with the most loses the one it used longest ago.
 
     So a client that keeps less than an equal share of the limit loses nothing to others.
-
-    Args:
-        limit: of the sizes of all entries together.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.total = 0  # of the sizes of all entries
         # By client the values with their sizes, least recently used first.
         self._entries: defaultdict[str, OrderedDict[Key, tuple[Value, int]]] = defaultdict(OrderedDict)
         self._sizes: Counter[str] = Counter()
-        self.total = 0
 
     def use(self, client: str, key: Key) -> Value | None:
         """The client's value of a key, which is its most recently used one now; None without one."""
@@ -33,11 +30,13 @@ class Shares(Generic[Key, Value]):
         return self._entries[client][key][0]
 
     def put(self, client: str, key: Key, value: Value, size: int = 1) -> None:
-        """Keep a value as the client's most recently used one, even if that exceeds the limit."""
+        """Keep a value as the client's most recently used one, and drop others, or itself, until the limit holds."""
         self.remove(client, key)
         self._entries[client][key] = value, size
         self._sizes[client] += size
         self.total += size
+        while self.total > self.limit and (entry := self.next_to_go(client)):
+            self.remove(*entry[:2])
 
     def remove(self, client: str, key: Key) -> None:
         """Forget a value, if there is one."""
@@ -47,15 +46,10 @@ class Shares(Generic[Key, Value]):
         if not self._entries[client]:
             del self._entries[client], self._sizes[client]
 
-    def next_to_go(self, client: str = "") -> tuple[str, Key, Value] | None:
+    def next_to_go(self, client: str) -> tuple[str, Key, Value] | None:
         """Who loses what next: the client with the most, of several this one if it is among them; None if empty."""
         if not self._sizes:
             return None
         owner = max(self._sizes, key=lambda other: (self._sizes[other], other == client))
         key, (value, _) = next(iter(self._entries[owner].items()))
         return owner, key, value
-
-    def shrink(self, client: str) -> None:
-        """Drop entries until the limit holds; of several clients with the most this one is the first to lose."""
-        while self.total > self.limit and (entry := self.next_to_go(client)):
-            self.remove(*entry[:2])

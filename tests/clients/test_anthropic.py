@@ -28,7 +28,6 @@ SETTINGS: Any = {"model": MODEL, "extra_body": {"temperature": 0}, "max_tokens":
 
 
 def client(wire: Wire) -> anthropic.Anthropic:
-    """The client."""
     return anthropic.Anthropic(base_url=wire.url, auth_token=wire.key, api_key=None, max_retries=0)
 
 

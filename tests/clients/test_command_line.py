@@ -53,13 +53,10 @@ class DoubleTest(unittest.TestCase):
 class Agent:
     """A program with what makes it use our server alone."""
 
-    runner: str
-    """Its tool that runs commands."""
-    command: Callable[[str, Path], list[object]]
-    """Its command line for an instruction and its home directory."""
+    runner: str  # its tool that runs commands
+    command: Callable[[str, Path], list[object]]  # its command line for an instruction and its home directory
     variables: Callable[[Wire], dict[str, str]] = lambda _: {}
-    files: Callable[[Wire], dict[str, str]] = lambda _: {}
-    """What is in its home directory."""
+    files: Callable[[Wire], dict[str, str]] = lambda _: {}  # in its home directory
 
 
 def opencode(*, is_small: bool) -> Agent:
@@ -95,32 +92,28 @@ web_search = "disabled"
 model_instructions_file = "HOME/instructions.md"
 include_permissions_instructions = false
 include_apps_instructions = false
-[features]
-multi_agent = false
-goals = false
-apps = false
-plugins = false
-[skills]
-include_instructions = false
+features = {multi_agent = false, goals = false, apps = false, plugins = false}
+skills = {include_instructions = false}
 """
 
     def config(wire: Wire) -> dict[str, str]:
-        head = f'model = "{MODEL}"\nmodel_provider = "specserve"\ncheck_for_update_on_startup = false\n'
-        provider = (
-            f'[model_providers.specserve]\nname = "specserve"\nbase_url = "{wire.url}/v1"\nenv_key = "SPECSERVE_KEY"\n'
-        )
-        patience = f"stream_idle_timeout_ms = {1000 * SILENCE_SECONDS}\n"
-        written = head + small * is_small + provider + 'wire_api = "responses"\n' + patience
+        written = f"""
+model = "{MODEL}"
+model_provider = "specserve"
+check_for_update_on_startup = false
+{small * is_small}
+[model_providers.specserve]
+name = "specserve"
+base_url = "{wire.url}/v1"
+env_key = "SPECSERVE_KEY"
+wire_api = "responses"
+stream_idle_timeout_ms = {1000 * SILENCE_SECONDS}
+"""
         return {".codex/config.toml": written, "instructions.md": RULES}
 
     return Agent(
         runner="exec_command",
-        command=lambda instruction, _: [
-            NPM / "codex",
-            "exec",
-            "--dangerously-bypass-approvals-and-sandbox",
-            instruction,
-        ],
+        command=lambda task, _: [NPM / "codex", "exec", "--dangerously-bypass-approvals-and-sandbox", task],
         variables=lambda wire: {"SPECSERVE_KEY": wire.key},
         files=config,
     )
@@ -128,19 +121,11 @@ include_instructions = false
 
 def claude(*, is_small: bool) -> Agent:
     """Claude Code, as it comes, or in its minimal mode with three of its tools."""
-    small = ["--bare", "--tools", "Read,Edit,Bash", "--system-prompt", RULES] if is_small else []
+    options = ["--allowedTools", "Read", "Edit", "Bash"]
+    options += ["--bare", "--tools", "Read,Edit,Bash", "--system-prompt", RULES] if is_small else []
     return Agent(
         runner="Bash",
-        command=lambda instruction, _: [
-            NPM / "claude",
-            "-p",
-            instruction,
-            "--allowedTools",
-            "Read",
-            "Edit",
-            "Bash",
-            *small,
-        ],
+        command=lambda instruction, _: [NPM / "claude", "-p", instruction, *options],
         variables=lambda wire: {
             "ANTHROPIC_BASE_URL": wire.url,
             "ANTHROPIC_AUTH_TOKEN": wire.key,
@@ -274,17 +259,11 @@ def test_an_agent_runs_the_tools_that_the_model_calls(name: str, wire: Wire, rep
 
 @pytest.mark.parametrize("edit_format", ["whole", "diff"])
 def test_aider_changes_a_file_by_the_text_of_an_answer(edit_format: str, wire: Wire, repository: Path) -> None:
-    options = [
-        "--no-check-update",
-        "--analytics-disable",
-        "--no-show-model-warnings",
-        "--no-show-release-notes",
-        "--yes-always",
-    ]
+    quiet = ["--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--no-show-release-notes"]
     server = ["--model", f"openai/{MODEL}", "--openai-api-base", f"{wire.url}/v1", "--openai-api-key", wire.key]
     task = ["--edit-format", edit_format, "--message", "Make double return two times its number.", "calc/ops.py"]
     write(repository.parent / "home", {"log": ""})
-    run([AIDER, *options, *server, *task], wire, repository, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
+    run([AIDER, *quiet, "--yes-always", *server, *task], wire, repository, {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})
     report(f"aider, {edit_format}", wire)
     if edit_format == "whole":
         assert (repository / "calc" / "ops.py").read_text() != OPERATIONS

@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+import store
 from store import MODEL, QUESTION
 from wire import Wire
 
@@ -23,11 +24,9 @@ class Shelf(BaseModel):
     weights: list[int] = Field(max_length=3)
 
 
-class Stock(BaseModel):
-    """What the store has."""
+class Stock(store.Stock):
+    """What the store has, with a class inside."""
 
-    item: Literal["pears", "plums"]
-    number: int = Field(ge=0, le=9999)
     shelf: Shelf | None = None
 
 

@@ -25,12 +25,10 @@ class Weather(BaseModel):
 
 
 def completions(server: Server, **changes: Any) -> OpenAI:
-    """LangChain's class for v1/completions."""
     return OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0, **SETTINGS | changes)
 
 
 def chat(server: Server, **changes: Any) -> ChatOpenAI:
-    """LangChain's class for v1/chat/completions."""
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0, **SETTINGS | changes)
 
 
@@ -40,63 +38,57 @@ def expected_text(server: Server, prompt: str = PROMPT, **changes: Any) -> str:
     return str(server.client().completions.create(**body).choices[0].text)
 
 
-def expected_answer(server: Server) -> str:
-    """The message that OpenAI's own client gets."""
-    body: Any = {**SETTINGS, "messages": [{"role": "user", "content": QUESTION}]}
-    return str(server.client().chat.completions.create(**body).choices[0].message.content)
+def test_completions_whole_streamed_and_async_equal_openais_clients(server: Server) -> None:
+    async def whole_and_streamed() -> tuple[str, str]:
+        client = completions(server)
+        return await client.ainvoke(PROMPT), "".join([piece async for piece in client.astream(PROMPT)])
 
-
-def test_a_completion_equals_openais_clients(server: Server) -> None:
-    assert completions(server).invoke(PROMPT) == expected_text(server)
-
-
-def test_several_prompts_in_one_request_are_answered_in_order(server: Server) -> None:
-    prompts = [f"{PROMPT} number {n}" for n in range(4)]
-    texts = completions(server, max_tokens=8).batch(prompts)
-    assert texts == [expected_text(server, prompt, max_tokens=8) for prompt in prompts]
-
-
-def test_a_completion_counts_its_tokens(server: Server) -> None:
-    answer = completions(server).generate([PROMPT, PROMPT])
-    usage = answer.llm_output["token_usage"]
-    assert usage["completion_tokens"] == 2 * 24
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
-def test_a_completion_has_a_logprob_for_every_token(server: Server) -> None:
-    generation = completions(server, logprobs=2).generate([PROMPT]).generations[0][0]
-    logprobs = generation.generation_info["logprobs"]
-    assert "".join(logprobs["tokens"]) == generation.text
-    assert all(value <= 0 for value in logprobs["token_logprobs"])
-    assert all(len(alternatives) == 2 for alternatives in logprobs["top_logprobs"])
-
-
-def test_a_streamed_completion_equals_openais_clients(server: Server) -> None:
+    text = expected_text(server)
+    assert completions(server).invoke(PROMPT) == text
+    assert asyncio.run(whole_and_streamed()) == (text, text)
+    assert completions(server).invoke(PROMPT, stop=[text[8:11]]) == text[: text.index(text[8:11])]
     long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}  # takes several time slices
     pieces = list(completions(server, **long).stream(PROMPT))
     assert len(pieces) > 1
     assert "".join(pieces) == expected_text(server, **long)
 
 
-def test_an_async_completion_whole_and_streamed(server: Server) -> None:
-    async def both() -> tuple[str, str]:
-        client = completions(server)
-        return await client.ainvoke(PROMPT), "".join([piece async for piece in client.astream(PROMPT)])
-
-    assert asyncio.run(both()) == (expected_text(server), expected_text(server))
-
-
-def test_a_completion_ends_before_a_stop_string(server: Server) -> None:
-    text = expected_text(server)
-    stop = text[8:11]
-    assert completions(server).invoke(PROMPT, stop=[stop]) == text[: text.index(stop)]
+def test_several_prompts_in_one_request_are_answered_in_order_and_counted(server: Server) -> None:
+    prompts = [f"{PROMPT} number {n}" for n in range(4)]
+    answer = completions(server, max_tokens=8).generate(prompts)
+    assert [one.text for [one] in answer.generations] == [expected_text(server, p, max_tokens=8) for p in prompts]
+    usage = answer.llm_output["token_usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_chat_equals_openais_clients_and_counts_its_tokens(server: Server) -> None:
+def test_answers_have_a_logprob_for_every_token(server: Server) -> None:
+    [[generation]] = completions(server, logprobs=2).generate([PROMPT]).generations
+    logprobs = generation.generation_info["logprobs"]
+    assert "".join(logprobs["tokens"]) == generation.text
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    assert all(len(alternatives) == 2 for alternatives in logprobs["top_logprobs"])
+    answer = chat(server, logprobs=True, top_logprobs=2).invoke(QUESTION)
+    content = answer.response_metadata["logprobs"]["content"]
+    assert len(content) == answer.usage_metadata["output_tokens"]
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in content)
+
+
+def test_chats_whole_streamed_and_async_equal_openais_clients(server: Server) -> None:
+    async def whole_and_streamed() -> tuple[Any, str]:
+        client = chat(server)
+        answer = await client.ainvoke(QUESTION)
+        return answer.content, "".join([str(chunk.content) async for chunk in client.astream(QUESTION)])
+
+    body: Any = {**SETTINGS, "messages": [{"role": "user", "content": QUESTION}]}
+    text = server.client().chat.completions.create(**body).choices[0].message.content
     answer = chat(server).invoke(QUESTION)
-    assert answer.content == expected_answer(server)
     usage = answer.usage_metadata
+    assert answer.content == text
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert asyncio.run(whole_and_streamed()) == (text, text)
+    chunks = list(chat(server, stream_usage=True).stream(QUESTION))
+    assert "".join(chunk.content for chunk in chunks) == text
+    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
 
 
 def test_a_chat_with_all_roles_and_a_seed_repeats_its_output(server: Server) -> None:
@@ -107,21 +99,6 @@ def test_a_chat_with_all_roles_and_a_seed_repeats_its_output(server: Server) -> 
     assert client.invoke(messages).content == client.invoke(messages).content
 
 
-def test_a_streamed_chat_has_its_usage(server: Server) -> None:
-    chunks = list(chat(server, stream_usage=True).stream(QUESTION))
-    assert "".join(chunk.content for chunk in chunks) == expected_answer(server)
-    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
-
-
-def test_an_async_chat_whole_and_streamed(server: Server) -> None:
-    async def both() -> tuple[str, str]:
-        client = chat(server)
-        answer = await client.ainvoke(QUESTION)
-        return str(answer.content), "".join([str(chunk.content) async for chunk in client.astream(QUESTION)])
-
-    assert asyncio.run(both()) == (expected_answer(server), expected_answer(server))
-
-
 def test_extra_body_sets_the_speculation_mode(server: Server) -> None:
     plain = completions(server, extra_body={"speculation": {"mode": "off"}})
     assert "".join(plain.stream(PROMPT)) == expected_text(server)
@@ -129,28 +106,13 @@ def test_extra_body_sets_the_speculation_mode(server: Server) -> None:
         list(completions(server, extra_body={"speculation": {"mode": "fixed", "gamma": 32}}).stream(PROMPT))
 
 
-def test_structured_output_of_a_pydantic_class(server: Server) -> None:
+def test_structured_output_of_a_class_and_of_a_schema_whole_and_streamed(server: Server) -> None:
     """The tiny model's output is random: only the server's grammar can make it valid."""
-    structured = chat(server, max_tokens=200).with_structured_output(Weather, method="json_schema")
-    assert isinstance(structured.invoke(QUESTION), Weather)
-
-
-def test_structured_output_of_a_json_schema_whole_and_streamed(server: Server) -> None:
-    schema = {
-        "title": "weather",
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Lunt"]}, "sunny": {"type": "boolean"}},
-        "required": ["city", "sunny"],
-        "additionalProperties": False,
-    }
-    structured = chat(server, max_tokens=200).with_structured_output(schema, method="json_schema")
-    whole = structured.invoke(QUESTION)
+    client = chat(server, max_tokens=200)
+    of_class = client.with_structured_output(Weather, method="json_schema")
+    assert isinstance(of_class.invoke(QUESTION), Weather)
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    of_schema = client.with_structured_output(schema, method="json_schema")
+    whole = of_schema.invoke(QUESTION)
     assert Weather.model_validate(whole)
-    assert list(structured.stream(QUESTION))[-1] == whole
-
-
-def test_a_chat_has_a_logprob_for_every_token(server: Server) -> None:
-    answer = chat(server, logprobs=True, top_logprobs=2).invoke(QUESTION)
-    content = answer.response_metadata["logprobs"]["content"]
-    assert len(content) == answer.usage_metadata["output_tokens"]
-    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in content)
+    assert list(of_schema.stream(QUESTION))[-1] == whole

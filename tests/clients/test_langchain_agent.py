@@ -17,7 +17,6 @@ PROTOCOLS = ["chat", "responses", "messages"]
 
 
 def model(wire: Wire, protocol: str) -> BaseChatModel:
-    """LangChain's class for a protocol."""
     options: Any = {"model": MODEL, "api_key": wire.key, "temperature": 0, "max_tokens": 200, "max_retries": 0}
     if protocol == "messages":
         return ChatAnthropic(base_url=wire.url, **options)
@@ -33,28 +32,20 @@ TURN = {"messages": [("user", f"{QUESTION} Call count_items.")]}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_agent_runs_its_tool(wire: Wire, protocol: str) -> None:
+def test_an_agent_runs_its_tool_whole_and_streamed(wire: Wire, protocol: str) -> None:
     messages = agent(wire, protocol).invoke(TURN)["messages"]
     assert "tool" in [message.type for message in messages]
     assert COUNT in messages[-1].text
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_streamed_agent_runs_its_tool(wire: Wire, protocol: str) -> None:
     chunks = [chunk for chunk, _ in agent(wire, protocol).stream(TURN, stream_mode="messages")]
     assert "tool" in [chunk.type for chunk in chunks]
     assert COUNT in "".join(chunk.text for chunk in chunks if chunk.type == "AIMessageChunk")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_an_output_has_its_structure(wire: Wire, protocol: str, method: str) -> None:
-    answer = model(wire, protocol).with_structured_output(Stock, method=method).invoke(QUESTION)
-    assert isinstance(answer, Stock)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_bound_tool_can_be_required(wire: Wire, protocol: str) -> None:
+def test_an_output_has_its_structure_and_a_tool_can_be_required(wire: Wire, protocol: str) -> None:
+    for method in ("function_calling", "json_schema"):
+        answer = model(wire, protocol).with_structured_output(Stock, method=method).invoke(QUESTION)
+        assert isinstance(answer, Stock), method
     bound = model(wire, protocol).bind_tools([count_items], tool_choice="any", parallel_tool_calls=False)
     [call] = bound.invoke(QUESTION).tool_calls
     assert call["name"] == "count_items"

@@ -17,8 +17,6 @@ from server import Server
 
 TASKS = PROJECT / "tests" / "clients" / "task"
 ITEMS, CHOICES = 12, 32
-
-
 CONCURRENT = {"batch_size": 2, "num_concurrent": 4}
 
 
@@ -77,10 +75,10 @@ def test_loglikelihoods_of_choices_equal_the_engines(
 
 
 def test_is_greedy_is_true_of_the_greedy_continuation_only(
-    settings: dict[str, Any], server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
-    client = get_model("local-completions")(**settings)
+    client = get_model("local-completions")(**settings_for(server, tokenizer))
     question = "The quick brown fox"
     body: Any = {"model": "tiny", "prompt": question, "max_tokens": 1, "temperature": 0}
     greedy_text = server.client().completions.create(**body).choices[0].text

@@ -24,7 +24,6 @@ SETTINGS: Any = {"model": MODEL, "temperature": 0}
 
 
 def client(wire: Wire) -> Any:
-    """The client."""
     return openai.OpenAI(base_url=f"{wire.url}/v1", api_key=wire.key, max_retries=0)
 
 
@@ -33,11 +32,8 @@ def test_a_chat_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
     first = chat.create(messages=MESSAGES, tools=CHAT_TOOLS, tool_choice="required", **SETTINGS).choices[0]
     assert first.finish_reason == "tool_calls"
     [call] = first.message.tool_calls
-    result = {
-        "role": "tool",
-        "tool_call_id": call.id,
-        "content": count_items(**CountItems.model_validate_json(call.function.arguments).model_dump()),
-    }
+    counted = count_items(CountItems.model_validate_json(call.function.arguments).item)
+    result = {"role": "tool", "tool_call_id": call.id, "content": counted}
     last = chat.create(messages=[*MESSAGES, first.message, result], tools=CHAT_TOOLS, **SETTINGS).choices[0]
     assert last.finish_reason == "stop"
     assert COUNT in last.message.content

@@ -13,7 +13,6 @@ from wire import Wire
 
 
 def model_of(wire: Wire, protocol: str) -> Model:
-    """The model behind a protocol."""
     client = AsyncOpenAI(base_url=f"{wire.url}/v1", api_key=wire.key, max_retries=0)
     if protocol == "chat":
         return OpenAIChatCompletionsModel(MODEL, client)
@@ -28,14 +27,11 @@ def agent(wire: Wire, protocol: str) -> Agent[None]:
 
 
 @pytest.mark.parametrize("protocol", ["chat", "responses"])
-def test_an_agent_runs_its_tool(wire: Wire, protocol: str) -> None:
+def test_an_agent_runs_its_tool_whole_and_streamed(wire: Wire, protocol: str) -> None:
     outcome = asyncio.run(Runner.run(agent(wire, protocol), QUESTION))
     assert COUNT in outcome.final_output
     assert "tool_call_output_item" in [item.type for item in outcome.new_items]
 
-
-@pytest.mark.parametrize("protocol", ["chat", "responses"])
-def test_a_streamed_agent_runs_its_tool(wire: Wire, protocol: str) -> None:
     async def streamed() -> tuple[str, list[str]]:
         run = Runner.run_streamed(agent(wire, protocol), QUESTION)
         names = [event.name async for event in run.stream_events() if event.type == "run_item_stream_event"]

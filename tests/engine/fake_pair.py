@@ -47,32 +47,21 @@ ENDLESS = SamplingParams(temperature=0, logit_bias=((END_TOKEN, -math.inf),))
 class FakePair:
     """Target and draft model with their scheduler; every step checks both KV caches.
 
-    Args:
-        vocabulary: of the target.
-        blend: how much the draft model differs from the target, from 0 to 1.
-        prefill_rows: the most prompt tokens of a round.
-        draft_rows: the most rows of a forward pass of the draft model.
-        draft_width: the size of the draft model's vocabulary; None for the target's.
-        window: the longest draft prefill, in tokens.
-        draft_context: the context length that the draft model was trained for.
-        costs: of the forward passes of the target and of the draft model.
-        proposers: drafters that are asked before the draft model; None for the client's prediction.
-        n_cells: tokens that the target's cache holds; None for as many as all slots can.
-        slots: sequences that run at the same time.
-        options: further arguments of `Scheduler`.
+    `options` are further arguments of `Scheduler`; `proposers` are asked before the draft model, by default for the
+    client's prediction.
     """
 
     def __init__(
         self,
         *,
         vocabulary: FakeVocabulary | None = None,
-        blend: float = 0.3,
+        blend: float = 0.3,  # how much the draft model differs from the target, from 0 to 1
         prefill_rows: int = 8,
         draft_rows: int = 8,
-        draft_width: int | None = None,
-        window: int = 4096,
+        draft_width: int | None = None,  # the size of the draft model's vocabulary
+        window: int = 4096,  # the longest draft prefill, in tokens
         draft_context: int = 8192,
-        costs: tuple[PassCosts, PassCosts] | None = None,
+        costs: tuple[PassCosts, PassCosts] | None = None,  # of the passes of target and draft model
         proposers: abc.Sequence[Proposer] | None = None,
         n_cells: int | None = None,
         slots: int = SLOTS,
@@ -121,19 +110,16 @@ class FakePair:
     ) -> Generation:
         """Queue a sequence; `options` are further arguments of `Sequence`."""
         speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
-        info = RequestInfo(request)
-        generation = Generation(
-            prompt,
-            sampling,
-            speculation,
-            self.vocabulary,
-            TextParams(stops),
-            info=info,
-            max_tokens=max_tokens,
-            **options,
-        )
+        options |= {"info": RequestInfo(request), "max_tokens": max_tokens}
+        generation = Generation(prompt, sampling, speculation, self.vocabulary, TextParams(stops), **options)
         self.scheduler.submit(generation)
         self._slots[generation] = generation.slot
+        return generation
+
+    def answer(self, prompt: list[int], **options: Any) -> Generation:
+        """Queue a sequence, as `submit` does, and run rounds until all are done."""
+        generation = self.submit(prompt, **options)
+        self.run()
         return generation
 
     def step(self, count: int = 1) -> None:
@@ -184,12 +170,12 @@ class RecordingObserver(Observer):
         self.ends.append(record)
 
 
-def plain_greedy(prompt: list[int], max_tokens: int) -> list[int]:
-    """The target's greedy output without its end token, computed without a cache and without drafts."""
+def plain_greedy(prompt: list[int], max_tokens: int, *, endless: bool = False) -> list[int]:
+    """The target's greedy output without its end token, or as ENDLESS has it, without a cache and without drafts."""
     target = FakeEngine(vocabulary=VOCABULARY, n_slots=1)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        token = int(np.argmax(target.logits(tokens)))
+        token = int(np.argmax(target.logits(tokens)[: END_TOKEN if endless else None]))
         if token == END_TOKEN:
             break
         tokens.append(token)

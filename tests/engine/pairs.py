@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,12 @@ class TinyFiles:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished sequence and the chunks in which its text was streamed."""
-
     sequence: Sequence
-    chunks: list[str]
+    chunks: list[str]  # in which its text was streamed
     finish_reason: str | None
 
     @property
     def text(self) -> str:
-        """The whole text."""
         return "".join(self.chunks)
 
 
@@ -104,18 +101,14 @@ class Pair:
 
     def complete(self, prompt: str | list[int], **fields: Any) -> Completion:
         """Run one completion request alone, from empty KV caches."""
-        scheduler = self.scheduler()
+        scheduler, chunks = self.scheduler(), []
         generation = self.generation(prompt, **fields)
         scheduler.submit(generation)
-
-        def chunks() -> Iterator[str]:
-            while scheduler.busy:
-                scheduler.run_round()
-                yield generation.take_text()
-
-        text_chunks = list(chunks())
+        while scheduler.busy:
+            scheduler.run_round()
+            chunks.append(generation.take_text())
         assert generation.error is None
-        return Completion(generation, text_chunks, generation.finish_reason)
+        return Completion(generation, chunks, generation.finish_reason)
 
     def chat_prompt(self, *messages: Mapping[str, str]) -> str:
         """The messages rendered by the model's chat template."""

@@ -37,8 +37,7 @@ def draft_passes(pair: FakePair) -> int:
 def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the_first_and_for_its_end() -> None:
     for prompt in PROMPTS:
         pair = FakePair(blend=0.0)
-        generation = pair.submit(prompt, gamma=GAMMA)
-        pair.run()
+        generation = pair.answer(prompt, gamma=GAMMA)
         assert generation.answer == plain_greedy(prompt, 20)
         assert draft_passes(pair) == generation.stats.drafted == generation.generated
 
@@ -76,8 +75,7 @@ def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> 
         pair = FakePair(
             costs=(flat(), flat(0.05)), proposers=[scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], [])]
         )
-        generation = pair.submit(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
-        pair.run()
+        generation = pair.answer(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
         assert generation.answer == truth
         assert generation.stats.drafted_by == {drafter: len(truth)}
         assert pair.target.decoded[-1].token == END_TOKEN
@@ -98,10 +96,8 @@ def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
     pair = FakePair(proposers=[LookupProposer()])
-    generation = pair.submit(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
-    plain = pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=200)
-    pair.run()
-    assert generation.answer == plain.answer
+    generation = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
+    assert generation.answer == plain_greedy(prompt, 200, endless=True)
     assert generation.stats.accepted > 100
 
 
@@ -110,13 +106,7 @@ class Ending(Alternating):
 
     def allowed(self, written: Tokens[int]) -> NDArray[np.bool_]:
         mask = super().allowed(written)
-        return np.arange(len(mask)) == END_TOKEN if self.complete_after(written) else mask
-
-    def complete_after(self, written: Tokens[int]) -> bool:
-        return len(written) >= self._length
-
-    def complete(self, written: Tokens[int]) -> bool:
-        return self.complete_after(written)
+        return np.arange(len(mask)) == END_TOKEN if self.complete(written) else mask
 
 
 @pytest.mark.parametrize("mode", ["fixed", "auto"])
@@ -125,8 +115,7 @@ def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follo
     for length in range(2, 9):
         pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
         prompt = [1, 2]
-        generation = pair.submit(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
-        pair.run()
+        generation = pair.answer(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
         assert (generation.generated, generation.finish_reason) == (length, "stop")
         assert draft_passes(pair) > 0
         assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2

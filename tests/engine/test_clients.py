@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from functools import partialmethod
 from pkgutil import resolve_name
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver
+from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver, plain_greedy
 from specserve.core import admission, prefix_cache
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
@@ -29,9 +30,10 @@ TEXT = [n * n % 23 for n in range(300)]
 class Clients(FakePair):
     """A scheduler on a simulated clock, which each row of the target advances by a second."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, has_store: bool = False, **options: Any) -> None:
         self.now = 0.0
-        super().__init__(prefill_rows=CHUNK, clock=lambda: self.now, **options)  # type: ignore[arg-type]
+        store = PrefixStore(24, 10**6) if has_store else None
+        super().__init__(prefill_rows=CHUNK, clock=lambda: self.now, store=store, **options)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -44,6 +46,12 @@ class Clients(FakePair):
         generation = self.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=max_tokens)
         generation.info = RequestInfo(f"{client} {self.now} {len(self.target.decoded)}", client=client, cache_salt=salt)
         return generation
+
+    def served(self, client: str, *prompts: list[int]) -> None:
+        """Answer these requests, one after the other."""
+        for prompt in prompts:
+            self.send(client, prompt)
+            self.run()
 
     def seconds_until(self, condition: Callable[[], bool]) -> float:
         """How long it takes until the condition holds."""
@@ -142,7 +150,7 @@ def test_small_requests_pass_one_that_waits_for_room_until_it_has_aged() -> None
 @pytest.mark.parametrize("store", [False, True])
 def test_a_client_with_endless_requests_has_its_share_and_neither_starves(*, store: bool) -> None:
     """One client sends answers that fill the cache, as fast as it can, and so many that they fill all slots."""
-    pair = Clients(n_cells=100, store=PrefixStore(24, 10**6) if store else None)
+    pair = Clients(n_cells=100, has_store=store)
     hog = [pair.send("hog", [number, 3], max_tokens=90) for number in range(2 * SLOTS)]
     pair.step(5)
     waits = []
@@ -155,14 +163,7 @@ def test_a_client_with_endless_requests_has_its_share_and_neither_starves(*, sto
     pair.run()
     assert all(generation.error is None for generation in hog)
     for generation in hog:
-        assert generation.answer == endless(generation.prompt, 90)
-
-
-def endless(prompt: list[int], length: int) -> list[int]:
-    pair = FakePair()
-    generation = pair.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=length)
-    pair.run()
-    return generation.answer
+        assert generation.answer == plain_greedy(generation.prompt, 90, endless=True)
 
 
 def test_a_clients_requests_that_have_aged_do_not_come_before_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +207,9 @@ def test_a_client_within_its_share_is_not_preempted_by_one_above_it() -> None:
 
 def test_a_short_prefix_that_comes_back_waits_for_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 64)
-    pair = Clients(store=PrefixStore(24, 10**6))
+    pair = Clients(has_store=True)
     long, short = long_prompt(0), long_prompt(1)[:101]
-    for prompt in (long, short, *(long_prompt(number) for number in range(2, 2 + SLOTS))):
-        pair.send("a", prompt)
-        pair.run()
+    pair.served("a", long, short, *(long_prompt(number) for number in range(2, 2 + SLOTS)))
     slow, quick = pair.send("a", [*long, 1]), pair.send("a", [*short, 1])
     pair.step(5)
     assert quick.done
@@ -222,11 +221,10 @@ def test_a_long_prefix_comes_back_however_many_short_ones_another_client_brings_
 ) -> None:
     """Alone it takes 32 rounds; half of each is its own."""
     monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 64)
-    pair = Clients(store=PrefixStore(24, 10**6))
+    pair = Clients(has_store=True)
     long, *short = (long_prompt(number) for number in range(61))
-    for client, prompt in (("victim", long), *(("hog", prompt[:300]) for prompt in short)):
-        pair.send(client, prompt)
-        pair.run()
+    pair.served("victim", long)
+    pair.served("hog", *(prompt[:300] for prompt in short))
     victim = pair.send("victim", [*long, 1])
     waiting = iter(short)
     while not victim.generated:
@@ -238,8 +236,8 @@ def test_a_long_prefix_comes_back_however_many_short_ones_another_client_brings_
 @pytest.mark.usefixtures("short_turns")
 def test_no_round_fails_where_prefixes_come_back_into_a_cache_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 16)
-    for seed in range(20):
-        random, pair = Random(seed), Clients(n_cells=120, store=PrefixStore(24, 10**6))
+    for seed in range(8):
+        random, pair = Random(seed), Clients(n_cells=120, has_store=True)
         prompts = [[number, *long_prompt(number)[:64]] for number in range(4)]
         sent = []
         for _ in range(25):
@@ -267,8 +265,7 @@ def test_what_fails_when_a_sequence_is_forgotten_costs_no_slot(monkeypatch: pyte
     pair = FakePair()
     monkeypatch.setattr(pair.drafters, "forget", lambda _: 1 / 0)
     for number in range(2 * SLOTS):
-        pair.submit([number, 2])
-    pair.run()
+        pair.answer([number, 2])
     assert pair.scheduler.running == 0
 
 
@@ -290,7 +287,7 @@ def test_every_request_ends_whoever_sends_what(data: st.DataObject) -> None:
             pair.step(data.draw(st.integers(0, 5)))
         pair.seconds_until(lambda: not pair.scheduler.busy)
         for generation in sent:
-            assert generation.answer == endless(generation.prompt, generation.max_tokens)
+            assert generation.answer == plain_greedy(generation.prompt, generation.max_tokens, endless=True)
 
 
 @pytest.mark.parametrize("where", ["running", "finished", "stored"])
@@ -303,31 +300,25 @@ def test_prefixes_are_reused_within_a_key_and_a_salt_alone(where: str) -> None:
         (("a", "s"), ("a", "s")),
         (("a", "s"), ("b", "s")),
     ]:
-        pair = Clients(store=PrefixStore(24, 10**6))
+        pair = Clients(has_store=True)
         pair.send(first[0], TEXT, max_tokens=40, salt=first[1])
         pair.step(6 if where == "running" else 60)
         if where == "stored":
-            for number in range(SLOTS):
-                pair.send("others", long_prompt(number), max_tokens=1)
-            pair.run()
+            pair.served("others", *(long_prompt(number) for number in range(SLOTS)))
         fed = len(pair.target.decoded)
         again = pair.send(second[0], TEXT, salt=second[1])
         pair.run(again)
         reused = first == second
         assert again.cached_tokens > 250 if reused else again.cached_tokens == 0
         assert (len(pair.target.decoded) - fed > 250) != reused
-        assert again.answer == endless(TEXT, 1)
+        assert again.answer == plain_greedy(TEXT, 1, endless=True)
 
 
 def test_a_long_prefix_comes_back_in_parts_between_which_others_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "_TOKENS_A_ROUND", 64)
-    pair = Clients(store=PrefixStore(24, 10**6))
+    pair = Clients(has_store=True)
     prompt = long_prompt(0)[:1000]
-    pair.send("a", prompt)
-    pair.run()
-    for number in range(SLOTS):
-        pair.send("a", long_prompt(number + 1))
-    pair.run()
+    pair.served("a", prompt, *(long_prompt(number + 1) for number in range(SLOTS)))
     stream = pair.send("b", [1, 2], max_tokens=500)
     pair.run_until(lambda: stream.generated > 0)
     back, twin = pair.send("a", [*prompt, 7]), pair.send("a", [*prompt, 8])
@@ -378,7 +369,7 @@ def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(
     assert "faulty" in caplog.text
     for other in others:
         assert other.error is None
-        assert other.answer == endless(other.prompt, 20)
+        assert other.answer == plain_greedy(other.prompt, 20, endless=True)
     monkeypatch.undo()
     assert pair.submit([9, 2], sampling=ENDLESS).error is None
     pair.run()
@@ -393,10 +384,8 @@ def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.L
             raise ZeroDivisionError(record.tokens)
 
     recording = RecordingObserver()
-    pair = FakePair(observers=[Failing(), recording])
-    generation = pair.submit([1, 2], sampling=ENDLESS)
-    pair.run()
-    assert generation.answer == endless([1, 2], 20)
+    answer = FakePair(observers=[Failing(), recording]).answer([1, 2], sampling=ENDLESS)
+    assert answer.answer == plain_greedy([1, 2], 20, endless=True)
     assert recording.rounds
     assert recording.ends
     assert caplog.text.count("ZeroDivisionError:") == 1
@@ -406,25 +395,17 @@ def test_thousands_of_answers_that_wait_are_not_all_looked_at_in_a_round(monkeyp
     """Requests for 128 answers each, also when all have waited for so long that others make way."""
     now = [0.0]
     pair = FakePair(n_cells=400, proposers=[], clock=lambda: now[0])
-    looked_at = Counter[str]()
-
-    def counted(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(*arguments: Any) -> Any:
-            looked_at[name] += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    counted(PrefixCache, "find")
-    counted(admission.Waiting, "_make_way")
+    spies = []
+    for owner, name in ((PrefixCache, "find"), (admission.Waiting, "_make_way")):
+        spies.append(mock.Mock(side_effect=getattr(owner, name)))
+        monkeypatch.setattr(owner, name, partialmethod(spies[-1]))
     for request in range(10):
         for choice in range(128):
             pair.submit([5] * 60, mode="off", sampling=ENDLESS, max_tokens=300, request=f"{request}", choice=choice)
     for aged in (False, True):
         now[0] += 11.0 * aged
-        looked_at.clear()
+        for spy in spies:
+            spy.reset_mock()
         pair.scheduler.run_round()
-        assert looked_at["find"] <= 100, aged
-        assert looked_at["_make_way"] <= 2
+        assert spies[0].call_count <= 100, aged
+        assert spies[1].call_count <= 2

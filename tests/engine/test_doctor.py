@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from costs import proportional
-from server import free_ports, tiny
-from specserve.cli.doctor import check_costs, check_port, check_software
-from specserve.cli.torchserve_process import State
+from server import tiny
+from specserve.cli.doctor import check_costs, check_software
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = ["machine", "software", "port", "kernels", "repeating", "pair", "costs"]
+TOPICS = ["machine", "software", "kernels", "repeating", "pair", "costs"]
 
 
 def test_every_check_reports_a_finding() -> None:
     """Findings about speed depend on the machine; all others are good for the tiny pair."""
-    command = ["scripts/doctor", "--config", str(tiny()), "--json", "--port", str(free_ports())]
+    command = ["scripts/doctor", "--config", str(tiny()), "--json"]
     outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     found = {finding["topic"]: finding for finding in json.loads(outcome.stdout)["findings"]}
     assert list(found) == TOPICS
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
     assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs"})
-
-
-def test_check_port_names_a_port_in_use() -> None:
-    first = free_ports()
-    assert check_port(State(first)).well
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", first + 2))
-        listener.listen()
-        found = check_port(State(first))
-    assert not found.well
-    assert f"port {first + 2} is taken by " in found.sentence
 
 
 def test_check_software_finds_a_java_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

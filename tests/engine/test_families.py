@@ -45,50 +45,50 @@ def without_end_tokens(pair: Pair) -> dict[str, Any]:
     return {"logit_bias": {str(token): -100 for token in ends}}
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, prompt: str) -> None:
-    """Fed token by token, each output token has the largest logit; with llama.cpp's kernels within 0.05 of it."""
-    plain = pair.complete(prompt, max_tokens=60, temperature=0, speculation=PLAIN).sequence
-    assert plain.stats.drafted == 0
-    target = pair.models.target.engine
-    target.truncate(0, 0)
-    for position, (token, following) in enumerate(pairwise(plain.tokens)):
-        [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
-        assert position + 1 < plain.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
-    for gamma in GAMMAS:
-        speculative = pair.complete(prompt, max_tokens=60, temperature=0, speculation=fixed_gamma(gamma)).sequence
-        assert speculative.answer == plain.answer
-        assert 0 < speculative.stats.accepted < speculative.stats.drafted
-    first, second = (
-        pair.complete(prompt, max_tokens=60, temperature=0, speculation={"mode": "fixed", "pool": prompt}).sequence
-        for _ in range(2)
-    )
-    assert first.answer == second.answer == plain.answer
-    assert second.stats.accepted > max(40, first.stats.accepted - 1)
+def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, architecture: str) -> None:
+    """Fed token by token, each output token has the largest logit; with llama.cpp's kernels within 0.05 of it.
+
+    Also after control tokens in a prompt, and from drafts of a pool of finished answers.
+    """
+    for prompt in (*PROMPTS, f"The quick{END_OF_TEXT[architecture]}brown fox"):
+        plain = pair.complete(prompt, max_tokens=60, temperature=0, speculation=PLAIN).sequence
+        assert plain.stats.drafted == 0
+        assert any(map(pair.vocabulary.is_end_token, plain.prompt)) == (prompt not in PROMPTS)
+        target = pair.models.target.engine
+        target.truncate(0, 0)
+        for position, (token, following) in enumerate(pairwise(plain.tokens)):
+            [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
+            assert position + 1 < plain.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
+        for gamma in GAMMAS:
+            speculative = pair.complete(prompt, max_tokens=60, temperature=0, speculation=fixed_gamma(gamma)).sequence
+            assert speculative.answer == plain.answer
+            assert 0 < speculative.stats.accepted < speculative.stats.drafted or prompt not in PROMPTS
+        first, second = (
+            pair.complete(prompt, max_tokens=60, temperature=0, speculation={"mode": "fixed", "pool": prompt}).sequence
+            for _ in range(2)
+        )
+        assert first.answer == second.answer == plain.answer
+        assert second.stats.accepted > max(0.6 * len(plain.answer), first.stats.accepted - 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_seeded_output_is_the_same_with_and_without_speculation(pair: Pair, seed: int) -> None:
-    fields: dict[str, Any] = {"seed": seed, "temperature": 0.9, "max_tokens": 60, **without_end_tokens(pair)}
-    plain = pair.complete(PROMPTS[0], **fields, speculation=PLAIN).sequence
-    assert len(plain.answer) == 60
-    for gamma in GAMMAS:
-        speculative = pair.complete(PROMPTS[0], **fields, speculation=fixed_gamma(gamma)).sequence
-        assert speculative.speculation.verification == "coupled"
-        assert speculative.answer == plain.answer
-        assert 0 < speculative.stats.accepted < speculative.stats.drafted
-
-
-def test_different_seeds_give_different_output(pair: Pair) -> None:
-    outputs = {
-        pair.complete(PROMPTS[0], seed=seed, max_tokens=30, **without_end_tokens(pair)).text for seed in range(4)
-    }
-    assert len(outputs) == 4
+def test_seeded_output_is_the_same_with_and_without_speculation_and_another_for_each_seed(pair: Pair) -> None:
+    answers = set()
+    for seed in range(3):
+        fields: dict[str, Any] = {"seed": seed, "temperature": 0.9, "max_tokens": 60, **without_end_tokens(pair)}
+        plain = pair.complete(PROMPTS[0], **fields, speculation=PLAIN).sequence
+        assert len(plain.answer) == 60
+        answers.add(tuple(plain.answer))
+        for gamma in GAMMAS:
+            speculative = pair.complete(PROMPTS[0], **fields, speculation=fixed_gamma(gamma)).sequence
+            assert speculative.speculation.verification == "coupled"
+            assert speculative.answer == plain.answer
+            assert 0 < speculative.stats.accepted < speculative.stats.drafted
+    assert len(answers) == 3
 
 
 def test_stream_chunks_join_to_the_decoded_output_if_tokens_split_characters(pair: Pair) -> None:
     split = 0
-    for seed, speculation in product(range(3), [PLAIN, fixed_gamma(3)]):
+    for seed, speculation in product(range(2), [PLAIN, fixed_gamma(3)]):
         completion = pair.complete(PROMPTS[2], seed=seed, temperature=1.2, max_tokens=80, speculation=speculation)
         pieces = [pair.vocabulary.piece(token) for token in completion.sequence.answer]
         assert completion.text == b"".join(pieces).decode(errors="replace")
@@ -125,15 +125,6 @@ def test_control_tokens_are_parsed_in_a_prompt_and_have_no_text(pair: Pair, arch
     assert len(pair.vocabulary.encode(name)) > len(after)
 
 
-def test_output_after_control_tokens_is_the_same_with_and_without_speculation(pair: Pair, architecture: str) -> None:
-    prompt = f"The quick{END_OF_TEXT[architecture]}brown fox"
-    plain = pair.complete(prompt, max_tokens=40, temperature=0, speculation=PLAIN)
-    assert any(map(pair.vocabulary.is_end_token, plain.sequence.prompt))
-    for gamma in GAMMAS:
-        speculative = pair.complete(prompt, max_tokens=40, temperature=0, speculation=fixed_gamma(gamma))
-        assert speculative.sequence.tokens == plain.sequence.tokens
-
-
 def test_an_empty_prompt_becomes_the_bos_token(pair: Pair, architecture: str) -> None:
     name = {"qwen2": b"<|endoftext|>", "llama": b"<s>", "gpt2": b"<|endoftext|>"}[architecture]
     plain = pair.complete("", max_tokens=30, temperature=0, speculation=PLAIN, **without_end_tokens(pair))
@@ -144,13 +135,10 @@ def test_an_empty_prompt_becomes_the_bos_token(pair: Pair, architecture: str) ->
     assert speculative.sequence.stats.accepted > 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
-def test_an_empty_prompt_is_refused_without_a_bos_token(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_prompt_is_refused_without_a_bos_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp then gives token 11 as the BOS token, which is an ordinary one."""
     monkeypatch.setattr(GGUFWriter, "add_bos_token_id", lambda *_: None)
-    pair = Pair(TinyFiles(tmp_path).config(architecture))
+    pair = Pair(TinyFiles(tmp_path).config("qwen2"))
     assert pair.vocabulary.bos_token() is None
     assert pair.vocabulary.bos_text() == ""
     with pytest.raises(RequestError, match="The prompt is empty; this model needs at least one token"):
@@ -206,32 +194,21 @@ def test_a_context_longer_than_the_target_was_trained_for_is_refused(architectur
         Pair(files.config(architecture, context_length=2049))
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "reason"),
-    [
-        ("qwen2", "llama", "their tokenizers are of different kinds"),
-        ("llama", "qwen2", "their tokenizers are of different kinds"),
-        ("llama", "gpt2", "their tokenizers are of different kinds"),
-        ("gpt2", "llama", "their tokenizers are of different kinds"),
-    ],
-)
-def test_a_draft_of_another_family_is_refused_at_load_with_the_reason(
-    target: str, draft: str, reason: str, files: TinyFiles
-) -> None:
-    with pytest.raises(ModelLoadError) as caught:
-        Pair(files.config(target, draft))
-    assert str(caught.value) == (
-        f"The draft {draft}-draft.gguf does not fit the target {target}-target.gguf: {reason}; "
-        "choose a draft of the target's own family."
-    )
-
-
-@pytest.mark.parametrize(("target", "draft"), [("qwen2", "gpt2"), ("gpt2", "qwen2")])
-def test_a_draft_with_another_pre_tokeniser_is_refused_naming_the_first_token(
-    target: str, draft: str, files: TinyFiles
-) -> None:
-    with pytest.raises(ModelLoadError, match=r"token \d+ is a different text in each"):
-        Pair(files.config(target, draft))
+def test_a_draft_of_another_family_or_with_other_tokens_is_refused_with_the_reason(files: TinyFiles) -> None:
+    """The pre-tokenisers of Qwen2 and GPT-2 differ, and so do the tokens of `other` files."""
+    kinds, texts = "their tokenizers are of different kinds", r"token \d+ is a different text in each"
+    pairs = {("qwen2", "llama"): kinds, ("llama", "gpt2"): kinds, ("qwen2", "gpt2"): texts, ("gpt2", "qwen2"): texts}
+    drafts = {pair: files.path(pair[1], "draft") for pair in pairs}
+    for architecture in ARCHITECTURES:
+        pairs[architecture, architecture] = texts
+        drafts[architecture, architecture] = files.path(architecture, "other")
+    for (target, draft), reason in pairs.items():
+        path = drafts[target, draft]
+        message = (
+            f"The draft {path.name} does not fit the target {target}-target.gguf: {reason}; choose a draft of the "
+        )
+        with pytest.raises(ModelLoadError, match=message):
+            Pair(files.config(target).model_copy(update={"draft": ModelConfig(path=path)}))
 
 
 def draft_with(
@@ -267,75 +244,44 @@ def test_a_draft_whose_answers_end_otherwise_serves_its_target(
         assert found.sequence.stats.accepted > 0
 
 
-@pytest.mark.parametrize(
-    ("architecture", "methods"),
-    [
-        ("qwen2", {"add_add_bos_token": lambda writer, _: writer.add_bool("tokenizer.ggml.add_bos_token", True)}),
-        ("llama", {"add_bos_token_id": with_first_token_as_begin}),
-        ("llama", {"add_unk_token_id": lambda writer, _: writer.add_bool("tokenizer.ggml.add_eos_token", True)}),
-    ],
-)
-def test_a_draft_whose_prompts_begin_or_end_otherwise_is_refused(
-    architecture: str,
-    methods: dict[str, Callable[..., None]],
-    files: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = files.config(architecture)
-    draft = draft_with(architecture, tmp_path, monkeypatch, **methods)
-    with pytest.raises(ModelLoadError, match="their prompts begin or end with different tokens; choose a draft of"):
-        Pair(config.model_copy(update={"draft": draft}))
+def test_a_draft_whose_prompts_begin_or_end_otherwise_is_refused(files: TinyFiles, tmp_path: Path) -> None:
+    """A begin token that no prompt gets may differ."""
+    cases: list[tuple[str, str, Callable[..., None], bool]] = [
+        ("qwen2", "add_add_bos_token", lambda w, _: w.add_bool("tokenizer.ggml.add_bos_token", True), False),
+        ("llama", "add_unk_token_id", lambda w, _: w.add_bool("tokenizer.ggml.add_eos_token", True), False),
+        ("llama", "add_bos_token_id", with_first_token_as_begin, False),
+        ("qwen2", "add_bos_token_id", with_first_token_as_begin, True),
+    ]
+    for number, (architecture, name, method, fits) in enumerate(cases):
+        with pytest.MonkeyPatch.context() as patch:
+            draft = draft_with(architecture, tmp_path / str(number), patch, **{name: method})
+        config = files.config(architecture).model_copy(update={"draft": draft})
+        if fits:
+            assert Pair(config).models.draft is not None
+            continue
+        with pytest.raises(ModelLoadError, match="their prompts begin or end with different tokens; choose a draft of"):
+            Pair(config)
 
 
-def test_a_begin_token_that_no_prompt_gets_may_differ(
-    files: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = files.config("qwen2")
-    draft = draft_with("qwen2", tmp_path, monkeypatch, add_bos_token_id=with_first_token_as_begin)
-    assert Pair(config.model_copy(update={"draft": draft})).models.draft is not None
-
-
-def test_a_draft_with_other_tokens_is_refused_at_load_naming_the_first(architecture: str, files: TinyFiles) -> None:
-    config = files.config(architecture)
-    other = ModelConfig(path=files.path(architecture, "other"))
-    with pytest.raises(
-        ModelLoadError,
-        match=rf"The draft {architecture}-other.gguf does not fit the target {architecture}-target.gguf: "
-        r"token \d+ is a different text in each; choose a draft of the target's own family\.",
-    ):
-        Pair(config.model_copy(update={"draft": other}))
-
-
-def test_an_unreadable_draft_is_logged_and_serving_goes_on_without_it(
-    files: TinyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_draft_that_cannot_be_read_or_has_no_memory_is_logged_and_serving_goes_on_without_it(
+    files: TinyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = files.config("qwen2")
-    assert whole.draft
-    assert whole.draft.path
+    path = files.path("qwen2", "draft")
+    expected = Pair(whole).complete(PROMPTS[0], max_tokens=40, temperature=0)
     cut = tmp_path / "cut.gguf"
-    cut.write_bytes(whole.draft.path.read_bytes()[:5000])
-    broken = Pair(whole.model_copy(update={"draft": ModelConfig(path=cut)}))
-    assert broken.models.drafters.model is None
-    plain, speculative = (pair.complete(PROMPTS[0], max_tokens=40, temperature=0) for pair in (broken, Pair(whole)))
-    assert plain.text == speculative.text
-    assert "Serving goes on without the draft model" in caplog.text
-
-
-def test_a_draft_that_does_not_fit_in_memory_is_logged_and_serving_goes_on(
-    files: TinyFiles, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = files.config("qwen2")
+    cut.write_bytes(path.read_bytes()[:5000])
 
     def without_memory(model: LlamaModel, **options: Any) -> LlamaEngine:
-        if whole.draft and model.path == whole.draft.path:
+        if model.path == path:
             raise ModelLoadError(f"{model.path}: there is no memory for it.")
         return LlamaEngine(model, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "LlamaEngine", without_memory)
-        alone = Pair(whole)
-    assert alone.models.drafters.model is None
-    plain, speculative = (pair.complete(PROMPTS[0], max_tokens=40, temperature=0) for pair in (alone, Pair(whole)))
-    assert plain.text == speculative.text
-    assert "there is no memory for it. Serving goes on without the draft model" in caplog.text
+    monkeypatch.setattr(loading, "LlamaEngine", without_memory)
+    for draft, reason in ((cut, "is it complete"), (path, "there is no memory for it.")):
+        caplog.clear()
+        alone = Pair(whole.model_copy(update={"draft": ModelConfig(path=draft)}))
+        assert alone.models.drafters.model is None
+        assert alone.complete(PROMPTS[0], max_tokens=40, temperature=0).text == expected.text
+        assert reason in caplog.text
+        assert "Serving goes on without the draft model" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -159,7 +160,7 @@ def test_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
     library()
     built = build_library("vnni", options=("-D__AVXVNNI__", "-mavx512vl", "-mavx512vnni", *renamed))
     monkeypatch.setattr(kernel_trial, "library", lambda: built)
-    assert kernel_trial.failures(FORMATS, timed=False) == {}
+    assert kernel_trial.wrong_results() == {}
 
 
 # By planted fault, a header and what is written in it instead. Several at once are of different formats.
@@ -192,10 +193,8 @@ def test_planted_faults_fail_the_trial_and_these_tests(
     library()
     wrong = build_library(fault.replace(" ", "_"), *PLANTED[fault])
     monkeypatch.setattr(kernel_trial, "library", lambda: wrong)
-    failures = kernel_trial.failures(FORMATS, timed=False)
-    assert set(failures) == set(FORMATS)
+    assert kernel_trial.wrong_results().keys() == set(FORMATS)
     for name in FORMATS:
-        assert "failed its check" in failures[name]
         blocks, x = quantised(name, numbers(3, 40, 512)), numbers(4, 3, 512)
         assert max(errors(product(name, blocks, x)[0], exact(name, blocks, x))) > 0.05
 
@@ -234,52 +233,37 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path, best: 
         kernels.use("off")
 
 
-def small_heads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Heads of eight numbers, fewer than a register holds."""
-    monkeypatch.setattr(tiny_models, "HEADS", 8)
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "heads.gguf", "q4_0")
-
-
-def unquantised(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return directory / "single.gguf"
-
-
-def half_quantised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Some products have a kernel and others have none: Q4_K takes rows of 256, for others llama.cpp takes Q5_0."""
-    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 256)
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "half.gguf", "q4_k")
+def changed(directory: Path, form: str, **sizes: int) -> Path:
+    """A tiny model of other sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(tiny_models, name, value)
+        write_tiny(directory / "single.gguf", "qwen2", "target")
+    return quantise_as(directory / "single.gguf", directory / f"{form}.gguf", form)
 
 
 @pytest.mark.usefixtures("best")
-def test_an_engine_tells_what_llama_cpp_computes_of_its_model(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after another engine, for whose model it computed something else."""
-    for written, left in (
-        (small_heads, ("attention",)),
-        (unquantised, ("matrix products",)),
-        (half_quantised, ("matrix products",)),
-    ):
-        with monkeypatch.context() as patch:
-            path = written(tmp_path, patch)
+def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_path: Path) -> None:
+    """Also after another engine, for whose model it computed something else.
+
+    Heads of eight numbers are fewer than a register holds. Q4_K takes rows of 256, for others llama.cpp takes Q5_0: so
+    some products have a kernel and others have none.
+    """
+    products, attention = ("matrix products",), ("attention",)
+    small_heads = changed(tmp_path, "q4_0", HEADS=8)
+    half_quantised = changed(tmp_path, "q4_k", FEED_FORWARD=256)
+    unquantised = tmp_path / "single.gguf"
+    for path, left in ((small_heads, attention), (unquantised, products), (half_quantised, products)):
         assert open_engine(path)[1].left_to_llama_cpp == left
         assert open_engine(tiny)[1].left_to_llama_cpp == ()
-    kernels.use("off")
-    assert open_engine(tiny)[1].left_to_llama_cpp == ("matrix products", "attention")
-
-
-@pytest.mark.usefixtures("best")
-def test_a_rows_attention_reads_its_own_sequence_or_with_llama_cpps_kernel_all_of_them(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path, expected in ((tiny, 20), (small_heads(tmp_path, monkeypatch), 32)):
+    # A row's attention reads its own sequence, or with llama.cpp's kernel all of them.
+    for path, expected in ((tiny, 20), (small_heads, 32)):
         _, engine = open_engine(path)
         for slot, length in ((0, 20), (1, 12)):
             engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
         assert engine.kv_len([0]) == expected
+    kernels.use("off")
+    assert open_engine(tiny)[1].left_to_llama_cpp == (*products, *attention)
 
 
 def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_together(tiny: Path) -> None:
@@ -290,89 +274,6 @@ def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_toget
     for _ in variants():
         for engine in engines:
             assert 0 < np.abs(logits(engine) - expected).max() < 0.05 * np.abs(expected).max()
-
-
-class Walk:
-    """Slots whose tokens are known, in an engine that is asked for something else at every step."""
-
-    def __init__(self, model: LlamaModel, seed: int) -> None:
-        self.engine, self.fresh = (
-            LlamaEngine(
-                model,
-                n_slots=n_slots,
-                context_length=64,
-                threads=1,
-                max_rows=64,
-                max_logits=16,
-                max_alternatives=max_alternatives,
-            )
-            for n_slots, max_alternatives in ((3, 3), (1, 0))
-        )
-        self.random = np.random.default_rng(seed)
-        self.tokens: list[list[int]] = [[], [], []]
-        # By slot, the sequences that end with its alternatives of the last pass.
-        self.alternatives: dict[int, list[list[int]]] = {}
-
-    def number(self, low: int, high: int) -> int:
-        return int(self.random.integers(low, high + 1))
-
-    def forward(self) -> list[tuple[list[int], FloatArray]]:
-        """A pass over drafts and alternatives of some slots: what each row ends, and its logits."""
-        rows, ends, left = [], [], 3
-        self.alternatives = {}
-        for slot in self.random.permutation(3)[: self.number(1, 3)].tolist():
-            start = len(self.tokens[slot])
-            if start > 50:
-                continue
-            self.tokens[slot] = self.tokens[slot] + self.random.integers(1, 200, size=self.number(1, 4)).tolist()
-            for position in range(start, len(self.tokens[slot])):
-                rows.append(Row(self.tokens[slot][position], slot, position, wants_logits=True))
-                ends.append(self.tokens[slot][: position + 1])
-            for _ in range(self.number(0, left)):
-                position, left = self.number(start, len(self.tokens[slot]) - 1), left - 1
-                ends.append([*self.tokens[slot][:position], self.number(1, 200)])
-                self.alternatives.setdefault(slot, []).append(ends[-1])
-                rows.append(Row(ends[-1][-1], slot, position, wants_logits=True, alternative=True))
-        return list(zip(ends, self.engine.forward(rows).copy(), strict=True)) if rows else []
-
-    def adopt(self) -> None:
-        for slot, ends in self.alternatives.items():
-            if self.random.random() < 0.7:
-                number = self.number(0, len(ends) - 1)
-                self.engine.adopt(slot, number)
-                self.tokens[slot] = ends[number]
-
-    def truncate_or_copy(self) -> None:
-        self.alternatives = {}
-        slot, other = self.random.permutation(3)[:2].tolist()
-        length = self.number(0, len(self.tokens[slot]))
-        if self.random.random() < 0.5:
-            self.engine.truncate(slot, length)
-            self.tokens[slot] = self.tokens[slot][:length]
-        else:
-            self.engine.copy(slot, other, length)
-            self.tokens[other] = self.tokens[slot][:length]
-
-    def expected(self, tokens: list[int]) -> FloatArray:
-        """The logits after these tokens, read at once into an empty cache, shape (1, vocabulary)."""
-        self.fresh.truncate(0, 0)
-        last = len(tokens) - 1
-        return self.fresh.forward([Row(token, 0, i, wants_logits=i == last) for i, token in enumerate(tokens)])
-
-
-def test_logits_have_the_same_bits_after_any_drafts_adoptions_truncations_and_copies(tiny: Path, best: str) -> None:
-    assert best
-    walk, compared, adopted = Walk(LlamaModel(tiny), 0), 0, 0
-    for step in range(160):
-        for tokens, found in walk.forward():
-            assert np.array_equal([found], walk.expected(tokens)), f"step {step}, after {tokens}"
-            compared += 1
-        adopted += len(walk.alternatives)
-        walk.adopt()
-        if step % 3 == 2:
-            walk.truncate_or_copy()
-    assert compared > 400
-    assert adopted > 40
 
 
 def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -394,14 +295,14 @@ def memory_after_load():
     gc.collect()
     return psutil.Process().memory_info().rss
 warm = [memory_after_load() for _ in range(20)][-1]
-print([memory_after_load() for _ in range(80)][-1] - warm)
+print([memory_after_load() for _ in range(40)][-1] - warm)
 """
 
 
 def test_repeated_loading_leaks_no_memory(tiny: Path) -> None:
     """Less than 6 KiB a load; in a process of its own, since the heap of one that ran other tests grows in steps."""
     growth, _ = in_a_process(_REPEATED_LOADS, str(tiny)).communicate(timeout=120)
-    assert int(growth) < 2**19
+    assert int(growth) < 2**18
 
 
 def test_another_process_gets_the_same_logits(tiny: Path, best: str) -> None:
@@ -421,7 +322,9 @@ sys.path[:0] = sys.argv[2:]
 from specserve.engine import kernel_library
 kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
 from attention_cases import conversations
+import kernel_products
 from kernel_products import BLOCK, FORMATS, product, quantised, variants
+kernel_products.SUPPORTED_VARIANTS = [name for name in kernel_products.SUPPORTED_VARIANTS if name != "avx_vnni"]
 for variant in variants():
     random = np.random.default_rng(0)
     for name in FORMATS:
@@ -441,10 +344,14 @@ print("clean")
 
 
 def test_address_and_undefined_behaviour_sanitizers_find_no_error(tmp_path: Path) -> None:
-    build = tmp_path / "build"
+    """AVX-VNNI differs from AVX2 by two instructions, and is left out: building takes a minute."""
+    sources, build = tmp_path / "kernels", tmp_path / "build"
+    shutil.copytree(SOURCES, sources)
+    stub = '#include "kernels.h"\nconst specserve::Kernels * specserve::avx_vnni() { return nullptr; }\n'
+    (sources / "avx_vnni.cpp").write_text(stub)
     options = ["-DSPECSERVE_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for command in (["cmake", "-S", str(SOURCES), "-B", str(build), *options], ["cmake", "--build", str(build)]):
+    for command in (["cmake", "-S", str(sources), "-B", str(build), *options], ["cmake", "--build", str(build)]):
         subprocess.run(command, check=True, env=environment, capture_output=True)
     [library] = build.glob("*.so")
     preload = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
 from specserve.core.generation import Generation
-from specserve.sequence import DrafterName, SamplingParams, SpeculationParams
+from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
 
 LONG = [n % 23 for n in range(300)]
@@ -31,7 +32,7 @@ def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_next_round_prefills_iff_a_sequence_awaits_its_first_token(lengths: list[int]) -> None:
     observer = RecordingObserver()
     pair = FakePair(observers=[observer])
@@ -77,8 +78,7 @@ def test_a_cancelled_request_frees_its_slot_at_once() -> None:
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
     observer = RecordingObserver()
     pair = FakePair(observers=[observer])
-    ended = pair.submit([1, 2], max_tokens=3)
-    pair.run()
+    ended = pair.answer([1, 2], max_tokens=3)
     cancelled = pair.submit([3, 4])
     pair.step()
     for generation in (ended, cancelled, cancelled):
@@ -117,32 +117,21 @@ def test_choices_of_one_prompt_prefill_it_once_in_both_models() -> None:
         assert all(generation.stats.accepted > 0 for generation in generations)
 
 
-def test_a_prompt_that_shares_a_short_beginning_with_one_that_is_being_read_does_not_wait() -> None:
-    pair = FakePair(prefill_rows=16)
-    pair.submit([n % 7 for n in range(40)], request="a")
-    shares = pair.submit([0, 1, *[9] * 30], request="b")
-    pair.step()
-    assert shares.timestamps.start is not None
-
-
-def test_a_sequence_that_waits_for_a_prefix_starts_when_the_other_one_is_gone() -> None:
-    pair = FakePair(prefill_rows=16)
-    first, waiting = (pair.submit([n % 7 for n in range(40)], request=request) for request in "ab")
-    pair.step()
-    assert waiting.timestamps.start is None
-    pair.scheduler.cancel(first)
-    pair.step()
-    assert waiting.timestamps.start is not None
-
-
-def test_a_prompt_to_be_scored_starts_while_the_same_prompt_waits_for_its_prefix() -> None:
+def test_only_a_sequence_that_can_reuse_a_prefix_waits_for_it_and_only_while_it_is_read() -> None:
+    """One that shares little does not, nor one whose prompt is scored."""
     pair = FakePair(prefill_rows=16)
     prompt = [n % 7 for n in range(40)]
-    _, waiting = (pair.submit(prompt, request=request) for request in "ab")
+    first, waiting = (pair.submit(prompt, request=request) for request in "ab")
     scored = pair.submit(prompt, max_tokens=0, top_logprobs=0, scores_prompt=True, request="c")
+    shares_little = pair.submit([0, 1, *[9] * 30], request="d")
     pair.step()
-    assert waiting.timestamps.start is None
-    assert scored.timestamps.start is not None
+    others = (waiting, scored, shares_little)
+    assert [other.timestamps.start is not None for other in others] == [False, True, True]
+    for other in (first, scored):
+        assert waiting.timestamps.start is None
+        pair.scheduler.cancel(other)
+        pair.step()
+    assert waiting.timestamps.start is not None
 
 
 def test_a_prompt_reuses_the_prefix_of_a_running_sequence() -> None:
@@ -160,9 +149,10 @@ def test_prefill_chunks_delay_others_no_longer_than_configured() -> None:
     """Every row takes a second; those of the decoding sequence itself do not count as delay."""
     for gamma in (0, 3):
         pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
-        short = pair.submit([1, 2, 3], max_tokens=200, gamma=gamma)
+        short = pair.submit(LONG[:64], max_tokens=200, gamma=gamma)
         pair.step()
-        long = pair.submit(LONG, max_tokens=5)
+        assert len(pair.target.decoded) == 64, "a prompt that delays no sequence is prefilled in full chunks"
+        long = pair.submit(LONG[1:], max_tokens=5)
         most_rows = 0
         while not long.generated and len(pair.target.decoded) < 2_000:
             before = len(pair.target.decoded)
@@ -204,21 +194,17 @@ def test_a_pass_over_short_and_long_sequences_is_observed_at_the_length_of_its_a
 
 
 def test_drafts_delay_other_requests_no_longer_than_configured() -> None:
-    """Every row takes a second in both models, so one draft for each of two sequences takes four."""
-    for requests, gamma in (("ab", 2), ("aa", 6)):
+    """Every row takes a second in both models, so a draft takes two, and one for each of two sequences four.
+
+    A request in mode off adds nothing to either, and leaves the time to the others.
+    """
+    cases: list[tuple[str, SpeculationMode, int]] = [("ab", "fixed", 2), ("aa", "fixed", 6), ("ab", "off", 4)]
+    for requests, mode, gamma in cases:
         pair = FakePair(max_wait_seconds=9.0)
-        generations = [pair.submit([n], gamma=6, max_tokens=40, request=name) for n, name in enumerate(requests)]
-        pair.run(generations[0])
-        assert max(generations[0].stats.gammas) == gamma
-
-
-def test_a_request_in_mode_off_leaves_the_time_for_drafts_to_the_others() -> None:
-    """A draft takes two seconds, one in each model; a request in mode off adds nothing to either."""
-    pair = FakePair(max_wait_seconds=9.0)
-    pair.submit([1], gamma=6, mode="off", max_tokens=40, request="off")
-    drafted = pair.submit([2], gamma=6, max_tokens=40, request="drafted")
-    pair.run(drafted)
-    assert max(drafted.stats.gammas) == 4
+        pair.submit([0], gamma=6, mode=mode, max_tokens=40, request=requests[0])
+        drafting = pair.submit([1], gamma=6, max_tokens=40, request=requests[1])
+        pair.run(drafting)
+        assert max(drafting.stats.gammas) == gamma, (requests, mode)
 
 
 def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None:
@@ -229,13 +215,6 @@ def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None
     generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)
     assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
-
-
-def test_a_prompt_that_delays_no_sequence_is_prefilled_in_full_chunks() -> None:
-    pair = FakePair(prefill_rows=64, max_wait_seconds=20.0)
-    pair.submit(LONG, max_tokens=5)
-    pair.step()
-    assert len(pair.target.decoded) == 64
 
 
 def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:
@@ -291,9 +270,7 @@ def test_a_prefill_shortens_the_drafts_of_others_a_queued_request_does_not() -> 
 
 def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     observer = RecordingObserver()
-    pair = FakePair(observers=[observer])
-    stats = pair.submit([n % 23 for n in range(50)]).stats
-    pair.run()
+    stats = FakePair(observers=[observer]).answer([n % 23 for n in range(50)]).stats
     prefill, decode = (
         [
             step.seconds.draft + step.seconds.target + step.seconds.other
@@ -346,21 +323,13 @@ def test_deferred_masks_change_no_output() -> None:
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
 def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(drafter: DrafterName) -> None:
     """A round has time for four masks, which are all needed to draft; the drafts are right."""
-    plain = FakePair()
-    expected = plain.submit([1, 2], gamma=0, max_tokens=22, sampling=ENDLESS, constraint=Alternating(VOCABULARY))
-    plain.run()
+    plain: dict[str, Any] = {"sampling": ENDLESS, "constraint": Alternating(VOCABULARY)}
+    expected = FakePair().answer([1, 2], gamma=0, max_tokens=22, **plain)
     shared = Shared(4)
     pair = FakePair(blend=0.0, begin_masks=shared.begin_round)
+    drafting: dict[str, Any] = {"prediction": expected.answer, "drafter": drafter}
     constraint = Slow(VOCABULARY, shared)
-    generation = pair.submit(
-        [1, 2],
-        gamma=6,
-        max_tokens=40,
-        sampling=ENDLESS,
-        constraint=constraint,
-        prediction=expected.answer,
-        drafter=drafter,
-    )
+    generation = pair.submit([1, 2], max_tokens=40, gamma=6, sampling=ENDLESS, constraint=constraint, **drafting)
     pair.step()
     lengths = []
     for _ in range(5):
@@ -373,45 +342,40 @@ def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(d
 def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
     pair = FakePair()
     constraint = Alternating(VOCABULARY)
-    truth = pair.submit([1, 2], gamma=0, constraint=constraint)
-    pair.run()
-    twice = [truth.answer[0], *(token for token in truth.answer[1:] for _ in range(2))]
-    stats = pair.submit([1, 2], gamma=4, prediction=twice, drafter="prediction", constraint=constraint).stats
-    pair.run()
+    truth = pair.answer([1, 2], gamma=0, constraint=constraint).answer
+    twice = [truth[0], *(token for token in truth[1:] for _ in range(2))]
+    stats = pair.answer([1, 2], gamma=4, prediction=twice, drafter="prediction", constraint=constraint).stats
     assert set(stats.gammas) <= {0, 1}
     assert stats.drafted > 0
 
 
+def masked(masks: int, *gammas: int) -> tuple[FakePair, list[Generation]]:
+    """A pair whose rounds have time for so many masks, and sequences with a grammar each."""
+    shared = Shared(masks)
+    pair = FakePair(begin_masks=shared.begin_round)
+    options: dict[str, Any] = {"max_tokens": 200, "sampling": ENDLESS}
+    return pair, [
+        pair.submit([1, 2, n], gamma=gamma, constraint=Slow(VOCABULARY, shared), **options)
+        for n, gamma in enumerate(gammas)
+    ]
+
+
 def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
     """A round has time for one mask; in the order of slots the first slot would always get it."""
-    shared = Shared(1)
-    pair = FakePair(begin_masks=shared.begin_round)
-    generations = [
-        pair.submit([1, 2, n], gamma=0, max_tokens=100, sampling=ENDLESS, constraint=Slow(VOCABULARY, shared))
-        for n in range(3)
-    ]
+    pair, generations = masked(1, 0, 0, 0)
     pair.step(60)
     assert [generation.generated for generation in generations] == pytest.approx([20] * 3, abs=1)
 
 
-@pytest.mark.parametrize("gammas", [(6, 0, 0), (6, 6, 0)])
-def test_masks_of_drafts_leave_time_for_those_that_other_sequences_need(gammas: tuple[int, ...]) -> None:
-    """A round has time for four masks."""
-    shared = Shared(4)
-    pair = FakePair(begin_masks=shared.begin_round)
-    generations = [
-        pair.submit([1, 2, n], gamma=gamma, max_tokens=200, sampling=ENDLESS, constraint=Slow(VOCABULARY, shared))
-        for n, gamma in enumerate(gammas)
-    ]
-    pair.step(40)
-    assert min(generation.generated for generation in generations) > 30
+def test_masks_of_drafts_leave_time_for_those_that_other_sequences_need() -> None:
+    for gammas in ((6, 0, 0), (6, 6, 0)):
+        pair, generations = masked(4, *gammas)
+        pair.step(40)
+        assert min(generation.generated for generation in generations) > 30
 
 
 def test_a_sequence_without_a_grammar_is_never_deferred() -> None:
-    shared = Shared(1)
-    pair = FakePair(begin_masks=shared.begin_round)
-    for n in range(2):
-        pair.submit([1, 2, n], gamma=0, max_tokens=40, sampling=ENDLESS, constraint=Slow(VOCABULARY, shared))
+    pair, _ = masked(1, 0, 0)
     plain = pair.submit([3, 4], gamma=0)
     pair.step(21)
     assert plain.generated == 20

@@ -32,6 +32,11 @@ def obj(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(fields)
 
 
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects of some of these fields."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
 schemas = st.recursive(
     st.one_of(
         obj(type=st.sampled_from(["string", "integer", "number", "boolean", "null", "object", "array", "colour"])),
@@ -86,51 +91,37 @@ named_tool = obj(type=st.just("function"), function=obj(name=tool_names))
 tool_call = obj(id=texts, type=st.just("function"), function=obj(name=tool_names, arguments=texts))
 contents = texts | st.lists(obj(type=st.just("text"), text=texts), max_size=3)
 tokens = st.lists(st.integers(-1, 205), max_size=30)
+bools = st.sampled_from([None, False, True])
+counts = st.sampled_from([None, -1, 0, 1, 2, 5, 500, 10**6])
+factors = st.sampled_from([None, -1, 0, 0.1, 0.7, 1, 2, 7])
 COMMON = {
+    **dict.fromkeys(
+        ("stream", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "cache_prompt"), bools
+    ),
+    **dict.fromkeys(("top_k", "n", "min_tokens", "n_predict"), counts),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), factors),
+    "repetition_penalty": factors,
     "model": st.sampled_from([None, "tiny", "qwen", "gpt-4"]),
-    "temperature": st.sampled_from([None, 0, 0.7, 1, 2, 2.5, -1]),
-    "top_p": st.sampled_from([None, 0, 0.01, 0.9, 1, 7]),
-    "top_k": st.sampled_from([None, 0, 1, 5, 10**6, -1]),
-    "min_p": st.sampled_from([None, 0, 0.1, 1]),
     "seed": st.none() | st.integers(-(2**64), 2**64),
-    "logit_bias": st.none()
-    | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4)
-    | st.lists(st.lists(scalars, min_size=1, max_size=3), max_size=3),
-    "presence_penalty": st.sampled_from([None, -2, 0, 2, 3]),
-    "frequency_penalty": st.sampled_from([None, -2, 0.5, 2]),
-    "repetition_penalty": st.sampled_from([None, 0.1, 1.1, 10, 0]),
+    "logit_bias": st.none() | st.dictionaries(st.integers(-1, 210).map(str) | texts, numbers, max_size=4),
     "stop": st.none() | texts | st.lists(texts, max_size=5),
-    "stream": st.sampled_from([None, False, True]),
     "stream_options": st.none() | obj(include_usage=st.booleans(), continuous_usage_stats=st.booleans()),
-    "n": st.sampled_from([None, 1, 2, 5, 0, 500]),
-    "ignore_eos": st.sampled_from([None, False, True]),
     "response_format": formats,
     "grammar": grammars,
     "prediction": obj(type=st.just("content"), content=contents),
-    "speculation": st.fixed_dictionaries(
-        {},
-        optional={
-            "mode": st.sampled_from(["auto", "off", "fixed"]),
-            "gamma": st.integers(0, 33),
-            "drafter": st.sampled_from(["auto", "model", "lookup", "prediction", "grammar"]),
-            "verification": st.sampled_from(["token", "block", "coupled"]),
-            "sources": st.booleans(),
-        },
+    "speculation": some(
+        mode=st.sampled_from(["auto", "off", "fixed"]),
+        gamma=st.integers(0, 33),
+        drafter=st.sampled_from(["auto", "model", "lookup", "prediction", "grammar"]),
+        verification=st.sampled_from(["token", "block", "coupled"]),
+        sources=st.booleans(),
     ),
-    "min_tokens": st.sampled_from([None, 0, 1, 3, 10**6]),
     "stop_token_ids": st.lists(st.integers(-1, 201), max_size=3),
-    "allowed_token_ids": st.lists(st.integers(-1, 201), max_size=5),
-    "bad_words": st.lists(texts, max_size=3),
-    "truncate_prompt_tokens": st.sampled_from([None, -1, 0, 1, 5]),
-    "skip_special_tokens": st.booleans(),
-    "include_stop_str_in_output": st.booleans(),
-    "cache_prompt": st.booleans(),
+    "allowed_token_ids": st.lists(st.integers(-1, 201), min_size=1, max_size=5),
     "t_max_predict_ms": numbers,
-    "n_predict": st.sampled_from([None, -1, 0, 3]),
-    "n_probs": st.sampled_from([None, 0, 3, 30]),
-    "guided_regex": texts | st.sampled_from(["(a|aa)*", "((a{0,99}){0,99}){0,99}", "[^a]+$", "("]),
-    "guided_choice": st.lists(texts, max_size=3),
-    "structured_outputs": st.dictionaries(
+    "structured_outputs": obj(regex=texts | st.sampled_from(["(a|aa)*", "((a{0,99}){0,99}){0,99}", "[^a]+$", "("]))
+    | obj(choice=st.lists(texts, max_size=3))
+    | st.dictionaries(
         st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]), schemas | texts | anything, max_size=2
     ),
     "user": texts,
@@ -138,66 +129,43 @@ COMMON = {
 }
 COMPLETION = {
     "prompt": texts | tokens | st.lists(texts, max_size=4) | st.lists(tokens, max_size=4),
-    "echo": st.booleans(),
-    "best_of": st.sampled_from([None, 1, 3, 6, 30]),
+    "echo": bools,
     "suffix": texts,
-    "logprobs": st.sampled_from([None, 0, 1, 5, 6]),
+    "logprobs": counts,
 }
 CHAT = {
     "messages": st.lists(
         obj(role=st.sampled_from(["system", "user", "assistant", "tool", "robot"]), content=contents)
         | obj(role=st.just("assistant"), tool_calls=st.lists(tool_call, max_size=2)),
+        min_size=1,
         max_size=4,
     ),
-    "logprobs": st.booleans(),
-    "top_logprobs": st.sampled_from([None, 0, 3, 21]),
+    **dict.fromkeys(("logprobs", "parallel_tool_calls", "continue_final_message", "add_generation_prompt"), bools),
+    "top_logprobs": counts,
     "tools": st.just([]) | st.lists(tool, max_size=3) | anything,
     "tool_choice": st.sampled_from(["none", "auto", "required"]) | named_tool | anything,
-    "parallel_tool_calls": st.sampled_from([None, False, True]),
-    "continue_final_message": st.booleans(),
-    "add_generation_prompt": st.booleans(),
     "chat_template_kwargs": st.dictionaries(texts | st.sampled_from(["messages", "self"]), anything, max_size=2),
     "reasoning_effort": texts,
 }
 
-block_types = st.sampled_from(["text", "input_text", "output_text", "tool_use", "tool_result", "thinking", "image"])
-block_contents = texts | st.lists(
-    st.fixed_dictionaries(
-        {"type": block_types},
-        optional={"text": texts, "id": texts, "name": texts, "input": anything, "content": texts, "thinking": texts},
-    ),
-    max_size=3,
-)
-response_tool = obj(type=st.sampled_from(["function", "custom", "namespace", "shell"]), name=texts)
+block_types = st.sampled_from(["text", "text", "tool_use", "tool_result", "thinking", "input_text", "image"])
+block = some(text=texts, id=texts, name=texts, input=anything, content=texts, thinking=texts, type=block_types)
+block_contents = texts | st.lists(block, max_size=3)
 call_types = ["function_call", "shell_call", "local_shell_call", "apply_patch_call"]
+item = some(
+    type=st.sampled_from(["message", "reasoning", *call_types, *(f"{call}_output" for call in call_types), "item"]),
+    role=st.sampled_from(["system", "developer", "user", "assistant", "robot"]),
+    **dict.fromkeys(("content", "output", "summary"), block_contents),
+    **dict.fromkeys(("call_id", "id", "name", "namespace", "arguments"), texts),
+    **dict.fromkeys(("action", "operation"), anything),
+)
+tool_types = ["function", "custom", "mcp", "namespace", "shell", "apply_patch", "computer"]
+response_tool = obj(type=st.sampled_from(tool_types), name=texts)
 RESPONSES = {
-    "input": texts
-    | st.lists(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "type": st.sampled_from(
-                    ["message", "reasoning", *call_types, *(f"{call}_output" for call in call_types), "item"]
-                ),
-                "role": st.sampled_from(["system", "developer", "user", "assistant", "robot"]),
-                **dict.fromkeys(("content", "output", "summary"), block_contents),
-                **dict.fromkeys(("call_id", "id", "name", "namespace", "arguments"), texts),
-                **dict.fromkeys(("action", "operation"), anything),
-            },
-        ),
-        max_size=4,
-    ),
+    "input": texts | st.lists(item, max_size=4),
     "instructions": texts,
     "tools": st.lists(
-        st.fixed_dictionaries(
-            {"type": st.sampled_from(["function", "custom", "mcp", "namespace", "shell", "apply_patch", "computer"])},
-            optional={
-                "name": texts,
-                "parameters": schemas,
-                "environment": obj(type=texts),
-                "tools": st.lists(response_tool),
-            },
-        )
+        response_tool | some(type=st.sampled_from(tool_types), parameters=schemas, tools=st.lists(response_tool))
     ),
     "tool_choice": st.sampled_from(["none", "auto", "required"])
     | obj(type=texts, name=texts)
@@ -210,7 +178,9 @@ RESPONSES = {
 }
 MESSAGES = {
     "messages": st.lists(
-        obj(role=st.sampled_from(["user", "assistant", "system", "robot"]), content=block_contents), max_size=4
+        obj(role=st.sampled_from(["user", "assistant", "system", "robot"]), content=block_contents),
+        min_size=1,
+        max_size=3,
     ),
     "system": block_contents,
     "tools": st.lists(
@@ -226,10 +196,9 @@ MESSAGES = {
     "output_config": obj(format=obj(type=st.just("json_schema"), schema=schemas)),
 }
 INFILL = {
-    "input_prefix": texts,
-    "input_suffix": texts,
+    **dict.fromkeys(("input_prefix", "input_suffix"), texts),
     "input_extra": st.lists(obj(text=texts, filename=texts), max_size=3) | anything,
-    "n_indent": st.sampled_from([None, -1, 0, 2]),
+    "n_indent": counts,
     "response_fields": st.lists(texts | st.sampled_from(["content", "timings/prompt_n", "content/a"]), max_size=3),
     "samplers": anything,
 }

@@ -31,6 +31,8 @@ from specserve.torchserve import handler as torchserve
 from specserve.torchserve.handler import Handler
 
 SLOTS = 4
+# Tokens are bytes, and these are not ASCII; token 199 is the end token.
+ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -90,6 +92,7 @@ class FrontEnd:
             placement_on(FakeMachine()),
             Kernels(None, (), "a fake engine computes"),
             config,
+            "outputs repeat",
         )
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
@@ -103,8 +106,7 @@ class FrontEnd:
         self.headers: dict[str, dict[str, str]] = {}
         self.finished: set[str] = set()
         self._left: set[str] = set()
-        self.waits_for_slice = True
-        """Whether `handle_once` waits for the end of the time slice that it has started."""
+        self.waits_for_slice = True  # whether `handle_once` waits for the end of the time slice that it has started
         self._count = 0
 
     def post(
@@ -174,11 +176,31 @@ class FrontEnd:
             self.handle_once()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
 
+    def ask(self, body: object, route: str | None = "v1/completions", **options: Any) -> Any:
+        """The JSON of the whole response to a request, once all requests are answered."""
+        request_id = self.post(body, route, **options)
+        self.run()
+        return self.answer(request_id)
+
+    def refusal(self, body: object, route: str | None = "v1/completions", **options: Any) -> tuple[int, Any]:
+        """The status and the error of a request."""
+        request_id = self.post(body, route, **options)
+        self.run()
+        return self.status[request_id], self.answer(request_id)["error"]
+
+    def failed_stream(self, body: dict[str, Any], route: str) -> str:
+        """The stream that answers a request, whose model fails after the first text."""
+        stream = self.post({**body, "stream": True, "ignore_eos": True, "max_tokens": 100}, route)
+        while not any(self.chunks[stream]):
+            self.handle_once()
+        self.target.fail_after = 0
+        self.run()
+        return self.text(stream)
+
     def speculation_status(self) -> Any:
         """The current response of v1/speculation."""
         request_id = self.post(None, "v1/speculation")
         self.handle_once()
-        assert self.status[request_id] == 200
         return self.answer(request_id)
 
     def sequences(self) -> tuple[int, int]:
@@ -195,11 +217,15 @@ class FrontEnd:
         return json.loads(self.text(request_id))
 
     def events(self, request_id: str) -> list[Any]:
-        """A stream's events without the final [DONE], which is checked, and without comments."""
-        events = self.text(request_id).split("\n\n")[:-1]
-        lines = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
-        assert lines[-1] == "[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
+        """The events of a stream of choices."""
+        return events_of(self.text(request_id))
+
+
+def events_of(text: str) -> list[Any]:
+    """A stream's events without the final [DONE], which is checked, and without comments."""
+    lines = [event.removeprefix("data: ") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 # What responses have beside the fields of OpenAI's; the last as other servers name it.

@@ -34,14 +34,9 @@ SMOLLM3 = """\
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
 BROKEN = {
     "{% for %}": "does not compile",
-    "{% sometag %}{{ messages[0].content }}{% endsometag %}": "unknown tag 'sometag'",
     "{{ messages[0].content | base64 }}": "No filter named 'base64'",
-    "{% if messages[0].content is odious %}{% endif %}{{ messages }}": "No test named 'odious'",
-    "{% if messages %}{{ messages[-1].content | base64 }}{% endif %}": "No filter named 'base64'",
     "{{ messages[0].content.nothing.at_all }}": "it fails",
-    "{{ 1 / 0 }}": "it fails",
     "vicuna": "it leaves out the text of a message",
-    "{{ messages[0].role }}": "it leaves out the text of a message",
 }
 
 
@@ -59,43 +54,39 @@ def prompt_of(source: str, **fields: Any) -> str:
     return template(source).prompt(parse_body({"messages": MESSAGES, **fields}, ChatRequest))
 
 
-def test_messages_are_rendered_as_transformers_does() -> None:
-    source = """{%- for message in messages %}
+RENDERED = {
+    """{{ bos_token }}{%- for message in messages %}
     {{- '<|' + message['role'] + '|>' + message.content + eos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|assistant|>' }}
-{%- endif %}"""
-    assert rendered("{{ bos_token }}" + source) == "<s><|system|>Be brief.</s><|user|>Hello <b></s><|assistant|>"
+{%- endif %}""": "<s><|system|>Be brief.</s><|user|>Hello <b></s><|assistant|>",
+    # Functions that templates use beyond Jinja.
+    "{% for m in messages %}{{ loop.index }}{% break %}{% endfor %}": "1",
+    "{{ strftime_now('%Y') | length }}": "4",
+    "{{ messages[1] | tojson }}": '{"role": "user", "content": "Hello <b>"}',
+    # Mistral's template would list tools that are undefined.
+    "{% if tools is not none or documents is not none %}[AVAILABLE_TOOLS]{% endif %}": "",
+    # As in llama.cpp.
+    "chatml": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
+    ),
+}
 
 
-def test_functions_that_templates_use_beyond_jinja_are_defined() -> None:
-    assert rendered("{% for m in messages %}{{ loop.index }}{% break %}{% endfor %}") == "1"
-    assert rendered("{{ strftime_now('%Y') }}").isdigit()
-    assert rendered("{{ messages[1] | tojson }}") == '{"role": "user", "content": "Hello <b>"}'
+def test_messages_are_rendered_as_transformers_does() -> None:
+    for source, expected in RENDERED.items():
+        assert rendered(source) == expected
 
 
 def test_generation_blocks_are_rendered_as_what_they_contain() -> None:
     """transformers masks them for training; names that are set in one are not set after it."""
     dialogue = [*MESSAGES, {"role": "assistant", "content": "\nHi!"}, MESSAGES[1]]
-    assert template(SMOLLM3).problem is None
     assert template(SMOLLM3).render(dialogue) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n"
         "<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
     )
     assert rendered("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}") == "21"
-
-
-def test_tools_and_documents_are_none_and_not_undefined() -> None:
-    """Mistral's template tests `tools is not none`, and would list tools that are undefined."""
-    assert rendered("{% if tools is not none or documents is not none %}[AVAILABLE_TOOLS]{% endif %}") == ""
-
-
-def test_a_template_that_is_the_name_chatml_is_chatml() -> None:
-    """As in llama.cpp."""
-    assert rendered("chatml") == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_an_exception_raised_by_a_template_is_a_400_with_its_message() -> None:
@@ -147,8 +138,9 @@ def test_chat_template_kwargs_are_the_templates_variables() -> None:
     assert prompt_of(source, chat_template_kwargs=kwargs) == "Be brief.redFalse"
     plain = tiny_models.CHATML
     assert prompt_of(plain, chat_template_kwargs={"colour": "red"}) == prompt_of(plain)
-    without = {"add_generation_prompt": False}
+    without: dict[str, Any] = {"add_generation_prompt": False}
     assert prompt_of(plain, chat_template_kwargs=without) == prompt_of(plain, **without)
+    assert prompt_of(plain) == prompt_of(plain, **without) + "<|im_start|>assistant\n"
 
 
 def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
@@ -157,11 +149,6 @@ def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
         assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
         kwargs = {"enable_thinking": "maybe"}
         assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
-
-
-def test_without_a_generation_prompt_the_text_ends_with_the_last_message() -> None:
-    plain = tiny_models.CHATML
-    assert prompt_of(plain).removesuffix("<|im_start|>assistant\n") == prompt_of(plain, add_generation_prompt=False)
 
 
 def test_the_final_message_is_continued_as_it_is() -> None:

@@ -38,8 +38,8 @@ CONFIG = HandlerConfig(
 )
 CHAT_ROUTE = "v1/chat/completions"
 pytestmark = pytest.mark.slow
-thousands = settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
-hundreds = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+thousands = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+hundreds = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

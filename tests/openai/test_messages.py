@@ -11,9 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from front_end import FrontEnd, ScriptedReader, named_events
+from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
-from specserve.api.anthropic import CountRequest, MessagesRequest
+from specserve.api.anthropic import MessagesRequest
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
@@ -21,8 +21,6 @@ from specserve.errors import RequestError
 ROUTE = "v1/messages"
 HELLO = {"role": "user", "content": "hello"}
 GREEDY: dict[str, Any] = {"messages": [HELLO], "max_tokens": 30, "temperature": 0}
-# Tokens are bytes, and these are not ASCII; token 199 is the end token.
-ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
 READ = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {"type": "x"}}
 LIST = {"name": "list", "input_schema": {"type": "object"}, "type": "custom"}
 PARTS: list[Part] = [
@@ -46,11 +44,8 @@ def front_end() -> FrontEnd:
 
 def whole(front_end: FrontEnd, **fields: Any) -> Any:
     """The whole message that answers a greedy request."""
-    request_id = front_end.post({**GREEDY, **fields}, ROUTE)
-    front_end.run()
-    message = front_end.answer(request_id)
-    assert front_end.status[request_id] == 200, message
-    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny")
+    message = front_end.ask({**GREEDY, **fields}, ROUTE)
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny"), message
     assert message["id"].startswith("msg_")
     return message
 
@@ -99,13 +94,11 @@ def messages_of(*messages: Any, **fields: Any) -> list[Any]:
 
 
 FIELDS: list[dict[str, Any]] = [
-    {},
     {"max_tokens": 1},
     {"logit_bias": {"199": 100}},
     {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
     {"system": "Be brief.", "top_k": 5, "top_p": 0.9, "metadata": {"user_id": "x" * 600}},
     {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "high"}},
-    {"thinking": {"type": "adaptive", "display": "omitted"}, "service_tier": "auto"},
     {"context_management": {"edits": []}, "mcp_servers": [], "container": None, "inference_geo": "us", "betas": ["x"]},
 ]
 
@@ -163,29 +156,19 @@ def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeyp
     assert [delta.get("partial_json") for delta in deltas[4:]] == ['{"path": ', '"a.py"}']
 
 
-def test_the_reasoning_of_a_model_that_thinks_is_a_block() -> None:
-    front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
-    thinking, text = whole(front_end)["content"]
-    assert thinking == {"type": "thinking", "thinking": thinking["thinking"], "signature": ""}
-    assert text == {"type": "text", "text": ""}
-    assert accumulated(streamed(front_end))["content"] == [thinking, text]
-
-
 def test_a_use_that_is_cut_has_as_much_of_its_input_as_came(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ScriptedReader([Call(0, "call_a", "read"), Arguments(0, '{"path": "a.p')], cut=True).install(monkeypatch)
-    message = whole(front_end, tools=[READ], logit_bias={"199": 100})
-    # Where a stop sequence cuts it, it is none to run.
-    assert (message["content"][0]["input"], message["stop_reason"]) == ({"path": "a.p"}, "end_turn")
-
-
-def test_arguments_that_are_no_json_object_end_no_worker(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in ('{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000):
-        ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)]).install(monkeypatch)
-        [block] = whole(front_end, tools=[READ])["content"]
-        assert block["input"] == {}
-        [delta] = [event["delta"] for event in streamed(front_end, tools=[READ]) if "delta" in event][:-1]
+    """Where a stop sequence cuts it, it is none to run; arguments that are no JSON object end no worker."""
+    for arguments, cut, given in (
+        ('{"path": "a.p', True, {"path": "a.p"}),
+        *((arguments, False, {}) for arguments in ('{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000)),
+    ):
+        ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)], cut=cut).install(monkeypatch)
+        fields = {"tools": [READ], "logit_bias": {"199": 100}}
+        message = whole(front_end, **fields)
+        assert (message["content"][0]["input"], message["stop_reason"]) == (given, "end_turn" if cut else "tool_use")
+        [delta] = [event["delta"] for event in streamed(front_end, **fields) if "delta" in event][:-1]
         assert delta == {"type": "input_json_delta", "partial_json": arguments}
 
 
@@ -228,11 +211,10 @@ def test_a_text_of_the_assistant_at_the_end_begins_the_answer(front_end: FrontEn
     assert chat_of(messages=[HELLO, begun]).continue_final_message
     assert not chat_of(messages=[HELLO]).continue_final_message
     assert not chat_of(messages=[HELLO, called]).continue_final_message
-    counts = []
-    for messages in ([HELLO], [HELLO, begun]):
-        request_id = front_end.post({"messages": messages}, "v1/messages/count_tokens")
-        front_end.run()
-        counts.append(front_end.answer(request_id)["input_tokens"])
+    counts = [
+        front_end.ask({"messages": messages}, f"{ROUTE}/count_tokens")["input_tokens"]
+        for messages in ([HELLO], [HELLO, begun])
+    ]
     # The template begins the assistant's message with "assistant: ".
     assert counts[1] - counts[0] == len("Well,")
 
@@ -264,9 +246,9 @@ def test_fields_become_those_of_a_chat() -> None:
         {"name": "read", "description": "Reads.", "parameters": {"type": "object"}},
         {"name": "list", "parameters": {"type": "object"}},
     ]
-    assert chat.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert chat.model_dump(exclude_none=True)["tool_choice"] == {"type": "function", "function": {"name": "read"}}
     assert (chat.parallel_tool_calls, chat.stop, chat.top_k, chat.max_tokens) == (False, ["a", "b"], 3, 30)
-    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    assert chat.answer_schema == schema
     assert (chat.chat_template_kwargs, chat.metadata) == ({"enable_thinking": True}, {"prompt_family": "code"})
     assert chat_of(output_format={"type": "json_schema", "schema": schema}).response_format == chat.response_format
     assert chat_of(thinking={"type": "disabled"}).chat_template_kwargs == {"enable_thinking": False}
@@ -337,35 +319,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"model": "claude-opus-9"}, "this server has tiny"),
+    ({"thread": {"type": "new"}}, "keeps no threads"),
 ]
 
 
 def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: FrontEnd) -> None:
-    for stream in (False, True):
-        ids = [front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE) for fields, _ in REFUSED]
+    for fields, words in REFUSED:
+        for stream in (False, True):
+            status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
+            kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
+            assert (status, error["type"]) == kind
+            assert words in error["message"], error
+            # By this code Anthropic's client sends whole conversations.
+            assert ("details" in error) == ("thread" in fields)
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    for body in (b"{", b"[]", None):
+        request_id = front_end.post(body, f"{ROUTE}/count_tokens")
         front_end.run()
-        for request_id, (fields, words) in zip(ids, REFUSED, strict=True):
-            status, kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
-            assert (front_end.status[request_id], front_end.content_type[request_id]) == (status, "application/json")
-            answer = front_end.answer(request_id)
-            assert answer.keys() == {"type", "error"}
-            assert (answer["type"], answer["error"]["type"]) == ("error", kind)
-            assert words in answer["error"]["message"], answer
-
-
-def test_a_thread_is_refused_so_that_anthropics_client_sends_whole_conversations(front_end: FrontEnd) -> None:
-    request_id = front_end.post({**GREEDY, "thread": {"type": "new"}}, ROUTE)
-    front_end.run()
-    assert front_end.status[request_id] == 400
-    assert front_end.answer(request_id)["error"]["details"] == {"error_code": "thread_unsupported_request"}
-
-
-def test_a_body_that_cannot_be_read_is_anthropics_error(front_end: FrontEnd) -> None:
-    ids = [front_end.post(body, route) for body in (b"{", b"[]", None) for route in (ROUTE, f"{ROUTE}/count_tokens")]
-    front_end.run()
-    for request_id in ids:
-        assert front_end.status[request_id] == 400
-        assert front_end.answer(request_id)["error"]["type"] == "invalid_request_error"
+        answer = front_end.answer(request_id)
+        assert (front_end.status[request_id], front_end.content_type[request_id]) == (400, "application/json")
+        assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
 
 
 def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
@@ -387,12 +360,7 @@ def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> None:
-    stream = front_end.post({**GREEDY, "stream": True, "ignore_eos": True, "max_tokens": 100}, ROUTE)
-    while not any(front_end.chunks[stream]):
-        front_end.handle_once()
-    front_end.target.fail_after = 0
-    front_end.run()
-    *events, error = named_events(front_end.text(stream))
+    *events, error = named_events(front_end.failed_stream(GREEDY, ROUTE))
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
     assert {event["type"] for event in events} <= {
         *("message_start", "content_block_start", "ping", "content_block_delta"),
@@ -401,12 +369,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> No
 
 def test_tokens_are_counted_without_generating(front_end: FrontEnd) -> None:
     question = {"messages": [HELLO], "system": "Be brief.", "tools": [READ]}
-    counted = front_end.post(question, "v1/messages/count_tokens")
-    front_end.run()
-    assert front_end.status[counted] == 200
-    usage = whole(front_end, **question)["usage"]
-    assert front_end.answer(counted) == {"input_tokens": usage["input_tokens"]}
-    unknown = front_end.post({**question, "model": "claude"}, "v1/messages/count_tokens")
-    front_end.run()
-    assert front_end.answer(unknown)["error"]["type"] == "not_found_error"
-    assert parse_body(question, CountRequest).max_tokens is None
+    counted = front_end.ask(question, f"{ROUTE}/count_tokens")
+    assert counted == {"input_tokens": whole(front_end, **question)["usage"]["input_tokens"]}
+    _, error = front_end.refusal({**question, "model": "claude"}, f"{ROUTE}/count_tokens")
+    assert error["type"] == "not_found_error"

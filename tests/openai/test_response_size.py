@@ -10,16 +10,10 @@ import pytest
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api import logprobs
-from specserve.api.logprobs import (
-    chat_logprobs,
-    completion_logprobs,
-    most_bytes,
-    output_positions,
-)
+from specserve.api.logprobs import Position, chat_logprobs, completion_logprobs, most_bytes
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest
-from specserve.core.generation import OutputToken
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
 from test_requests import CONFIG, VOCABULARY, generations_of, groups_of
@@ -44,7 +38,7 @@ def test_no_log_probabilities_take_more_bytes_than_are_counted() -> None:
         scores = [
             TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)
         ]
-        positions = output_positions(OutputToken(score, 128 * position) for position, score in enumerate(scores))
+        positions = [Position(score.token, score, 128 * number) for number, score in enumerate(scores)]
         for written in (chat_logprobs(positions, vocabulary), completion_logprobs(positions, vocabulary, top=top)):
             assert len(json.dumps(written)) <= most_bytes(positions, vocabulary) + 100
 

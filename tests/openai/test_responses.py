@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 import test_messages
-from front_end import FrontEnd, ScriptedReader, named_events
+from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
@@ -21,8 +21,6 @@ from specserve.errors import RequestError
 ROUTE = "v1/responses"
 GREEDY: dict[str, Any] = {"input": "hello", "max_output_tokens": 30, "temperature": 0}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-# Tokens are bytes, and these are not ASCII; token 199 is the end token.
-ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
 TEXT = {"type": "input_text", "text": "a"}
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
@@ -41,9 +39,7 @@ def front_end() -> FrontEnd:
 
 def whole(front_end: FrontEnd, **fields: Any) -> Any:
     """The whole response to a greedy request, which has OpenAI's form."""
-    request_id = front_end.post({**GREEDY, **fields}, ROUTE)
-    front_end.run()
-    answer = front_end.answer(request_id)
+    answer = front_end.ask({**GREEDY, **fields}, ROUTE)
     Response.model_validate(answer)
     return answer
 
@@ -79,11 +75,8 @@ def messages_of(**fields: Any) -> list[Any]:
 
 FIELDS: list[dict[str, Any]] = [
     {},
-    {"max_output_tokens": 1},
     {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
     {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}},
-    {"text": {"format": {"type": "json_object"}, "verbosity": "low"}, "instructions": "Be brief."},
-    {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     {"metadata": {"a": "b"}, "user": "u", "store": False, "parallel_tool_calls": False, "truncation": "auto"},
     {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "seed": 1},
 ]
@@ -97,21 +90,17 @@ def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
         [item] = answer["output"]
         deltas = [event for event in events if event["type"] == "response.output_text.delta"]
         assert "".join(event["delta"] for event in deltas) == item["content"][0]["text"]
-        assert [score for event in deltas for score in event["logprobs"]] == item["content"][0]["logprobs"]
-        assert bool(item["content"][0]["logprobs"]) == ("top_logprobs" in fields)
 
 
 def test_a_response_repeats_its_request_and_counts_tokens(front_end: FrontEnd) -> None:
     fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "tools": [READ, {"type": "mcp"}], "top_p": 0.5}
-    answer = whole(front_end, **fields, tool_choice="none")
+    answer, again = (whole(front_end, **fields, tool_choice="none") for _ in range(2))
     assert [answer[name] for name in ("instructions", "metadata", "top_p")] == ["Be brief.", {"a": "b"}, 0.5]
     assert [tool["name"] for tool in answer["tools"]] == ["read"]
     assert (answer["tool_choice"], answer["model"], answer["object"]) == ("none", "tiny", "response")
     usage = answer["usage"]
-    assert usage["output_tokens"] == 30
-    assert usage["total_tokens"] == usage["input_tokens"] + 30
+    assert (usage["output_tokens"], usage["total_tokens"]) == (30, usage["input_tokens"] + 30)
     assert answer["speculation"]["rounds"] > 0
-    again = whole(front_end, **fields, tool_choice="none")
     assert again["usage"]["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
 
 
@@ -144,9 +133,6 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
     assert (custom["type"], custom["call_id"], custom["input"]) == ("custom_tool_call", "call_b", "+ a\n+ b")
     assert len({item["id"] for item in answer["output"]}) == 4
     assert [item["status"] for item in answer["output"]] == [*["completed"] * 3, "incomplete"]
-    scored = whole(front_end, **fields, include=["message.output_text.logprobs"])
-    assert scored["output"][1]["content"][0]["logprobs"]
-
     events = streamed(front_end, **fields)
     assert timeless(events[-1]["response"])["output"] == timeless(answer)["output"]
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == events[-1][
@@ -166,12 +152,12 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
 
 def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
     front_end = FrontEnd(chat_template="{{ messages[0].content.split('</think>')[-1] }}<think>\n")
-    events = streamed(front_end, include=["message.output_text.logprobs"])
+    events = streamed(front_end)
     response = events[-1]["response"]
     reasoning, message = response["output"]
     deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
     assert "".join(deltas) == reasoning["content"][0]["text"] != ""
-    assert (message["content"][0]["text"], message["content"][0]["logprobs"]) == ("", [])
+    assert message["content"][0]["text"] == ""
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"]
 
 
@@ -194,54 +180,45 @@ def test_an_answer_is_sent_back_as_one_message_with_its_calls(
     assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_a"), ("tool", "call_b")]
 
 
-# What a request has, and the roles and contents of its chat's messages.
-CHATS: list[tuple[dict[str, Any], list[tuple[str, str | None]]]] = [
-    ({"input": "hello"}, [("user", "hello")]),
-    ({"input": [{"role": "user", "content": "hello"}]}, [("user", "hello")]),
-    ({"input": [{"type": "message", "content": [{"type": "input_text", "text": "hello"}]}]}, [("user", "hello")]),
-    # Chat templates take one system message, the first; later ones stay where they are.
+SUMMARY = {"type": "summary_text", "text": "Well."}
+# The input of a request, and the roles and contents of its chat's messages.
+CHATS: list[tuple[Any, list[tuple[str, str | None]]]] = [
+    ("hello", [("user", "hello")]),
+    ([{"role": "user", "content": "hello"}], [("user", "hello")]),
+    ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
     (
-        {
-            "instructions": "One.",
-            "input": [
-                {"role": "developer", "content": "Two."},
-                {"role": "user", "content": "hello"},
-                {"role": "system", "content": "Three."},
-            ],
-        },
-        [("system", "One.\n\nTwo."), ("user", "hello"), ("system", "Three.")],
-    ),
-    (
-        {
-            "input": [
-                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
-                {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
-                {"role": "assistant", "content": "There."},
-                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
-            ]
-        },
+        [
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
+            {"role": "assistant", "content": "There."},
+            {"type": "reasoning", "summary": [SUMMARY]},
+        ],
         [("assistant", "Hi."), ("assistant", "There.")],
     ),
     (
-        {
-            "input": [
-                {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
-                # `local_shell` may name its call so, and `apply_patch` may have no text.
-                {"type": "local_shell_call_output", "id": "c", "output": "b"},
-                {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
-            ]
-        },
+        [
+            {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
+            # `local_shell` may name its call so, and `apply_patch` may have no text.
+            {"type": "local_shell_call_output", "id": "c", "output": "b"},
+            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+        ],
         [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")],
     ),
 ]
 
 
 def test_items_become_messages() -> None:
-    for fields, expected in CHATS:
-        messages = messages_of(**fields)
+    for items, expected in CHATS:
+        messages = messages_of(input=items)
         assert [(message["role"], message.get("content")) for message in messages] == expected
         assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= {"c"}
+    # Chat templates take one system message, the first; later ones stay where they are.
+    roles = {"developer": "Two.", "user": "hello", "system": "Three."}
+    items = [{"role": role, "content": content} for role, content in roles.items()]
+    system, user, later = messages_of(instructions="One.", input=items)
+    assert (system, user["content"]) == ({"role": "system", "content": "One.\n\nTwo."}, "hello")
+    assert later == {"role": "system", "content": "Three."}
 
 
 def test_the_fields_of_other_routes_keep_their_meaning() -> None:
@@ -261,28 +238,31 @@ def test_fields_become_those_of_a_chat() -> None:
         top_p=0.5,
         seed=3,
         reasoning={"effort": "low"},
-        top_logprobs=2,
     )
     assert [tool.function.name for tool in chat.tools or []] == ["read", "patch"]
-    assert chat.model_dump(include={"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}) == {
+    told = {"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}
+    assert chat.model_dump(include=told, exclude_none=True) == {
         "tool_choice": {"type": "function", "function": {"name": "read"}},
         "max_tokens": 7,
         "top_p": 0.5,
         "seed": 3,
         "reasoning_effort": "low",
     }
-    assert (chat.parallel_tool_calls, chat.logprobs, chat.top_logprobs) == (False, True, 2)
-    assert chat.model_dump(by_alias=True)["response_format"]["json_schema"]["schema"] == schema
+    assert chat.parallel_tool_calls is False
+    assert chat.answer_schema == schema
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
-    chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump()["tool_choice"]["allowed_tools"]
+    chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump(exclude_none=True)["tool_choice"]["allowed_tools"]
     assert chosen == {"mode": "required", "tools": [{"type": "function", "function": {"name": "read"}}]}
 
 
 def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     [tool] = chat_of(tools=[{**PATCH, "format": grammar}]).tools or []
-    assert tool.function.parameters is not None
-    assert tool.function.parameters["required"] == ["input"]
+    assert tool.function.parameters == {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    }
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
@@ -367,7 +347,7 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     tools = [READ, {"type": "web_search", "external_web_access": False}]
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
-    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": None, **inside}, ROUTE)
+    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
     front_end.run()
     ignored = "text.fromat, text.verbosity, reasoning.sumary, tools[1].web_search"
     assert front_end.headers[request_id] == {
@@ -392,6 +372,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
     ({"n": 2}, "n", ""),
+    ({"top_logprobs": 1}, "top_logprobs", ""),
+    ({"include": ["message.output_text.logprobs"]}, "include", "v1/chat/completions"),
     ({"temperature": 3}, "temperature", ""),
     ({"tools": [{"type": "function"}]}, "tools[0].function.name", ""),
     ({"tool_choice": "sometimes"}, "tool_choice", ""),
@@ -403,29 +385,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 def test_what_cannot_be_done_is_openais_error_before_the_stream(front_end: FrontEnd) -> None:
-    for stream in (False, True):
-        ids = [front_end.post({**GREEDY, **fields, "stream": stream}, ROUTE) for fields, _, _ in REFUSED]
-        front_end.run()
-        for request_id, (fields, param, words) in zip(ids, REFUSED, strict=True):
-            assert front_end.status[request_id] == (404 if "model" in fields else 400), fields
-            assert front_end.content_type[request_id] == "application/json"
-            error = front_end.answer(request_id)["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    for fields, param, words in REFUSED:
+        for stream in (False, True):
+            status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
+            assert (status, error["type"]) == (404 if "model" in fields else 400, "invalid_request_error"), fields
+            assert error["param"] == param
             assert words in error["message"]
 
 
 def test_a_stream_that_fails_ends_with_response_failed(front_end: FrontEnd) -> None:
-    stream = front_end.post({**GREEDY, "stream": True, "ignore_eos": True, "max_output_tokens": 100}, ROUTE)
-    while not any(front_end.chunks[stream]):
-        front_end.handle_once()
-    front_end.target.fail_after = 0
-    front_end.run()
-    events = named_events(front_end.text(stream))
-    for event in events:
-        EVENTS.validate_python(event)
-    assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["status"] == "failed"
-    assert events[-1]["response"]["error"]["code"] == "server_error"
+    *events, failed = named_events(front_end.failed_stream(GREEDY, ROUTE))
+    EVENTS.validate_python(failed)
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
     assert {event["type"] for event in events}.isdisjoint({"response.completed", "response.incomplete"})
 
 
@@ -444,15 +416,20 @@ def test_a_response_continues_one_that_the_server_has_kept(front_end: FrontEnd) 
     assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
 
 
+def gone(front_end: FrontEnd, response_id: str, **options: Any) -> bool:
+    """Whether a client cannot continue a response."""
+    request_id = front_end.post(
+        {**GREEDY, "max_output_tokens": 2, "store": False, "previous_response_id": response_id}, ROUTE, **options
+    )
+    front_end.run()
+    answer = front_end.answer(request_id)
+    return bool(answer["error"] and answer["error"]["code"] == "previous_response_not_found")
+
+
 def test_a_response_is_kept_for_the_clients_with_its_api_key_alone(front_end: FrontEnd) -> None:
-    request_id = front_end.post({**GREEDY, "max_output_tokens": 2}, ROUTE, key="mine")
-    front_end.run()
-    kept = front_end.answer(request_id)["id"]
-    asked = {**GREEDY, "max_output_tokens": 2, "previous_response_id": kept}
-    other, same = front_end.post(asked, ROUTE, key="other"), front_end.post(asked, ROUTE, key="mine")
-    front_end.run()
-    assert front_end.answer(other)["error"]["code"] == "previous_response_not_found"
-    assert front_end.status[same] == 200
+    kept = front_end.ask({**GREEDY, "max_output_tokens": 2}, ROUTE, key="mine")["id"]
+    assert gone(front_end, kept, key="other")
+    assert not gone(front_end, kept, key="mine")
 
 
 def test_the_responses_that_were_used_last_are_kept(front_end: FrontEnd) -> None:
@@ -460,20 +437,15 @@ def test_the_responses_that_were_used_last_are_kept(front_end: FrontEnd) -> None
     first, second = (whole(front_end, **short)["id"] for _ in range(2))
     unstored = whole(front_end, **short, store=False)["id"]
     used = whole(front_end, **short, previous_response_id=first)["id"]
-    for gone in (second, unstored, "resp_never"):
-        request_id = front_end.post({**GREEDY, "previous_response_id": gone}, ROUTE)
-        front_end.run()
-        assert front_end.answer(request_id)["error"]["code"] == "previous_response_not_found"
-    for kept in (first, used):
-        whole(front_end, **short, previous_response_id=kept, store=False)
+    assert [gone(front_end, each) for each in (second, unstored, "resp_never", first, used)] == [
+        *[True] * 3,
+        False,
+        False,
+    ]
 
 
 def test_a_server_without_a_store_says_so() -> None:
     front_end = FrontEnd()
-    first = whole(front_end)
-    request_id = front_end.post({**GREEDY, "previous_response_id": first["id"]}, ROUTE)
-    front_end.run()
-    assert front_end.status[request_id] == 400
-    error = front_end.answer(request_id)["error"]
+    status, error = front_end.refusal({**GREEDY, "previous_response_id": whole(front_end)["id"]}, ROUTE)
+    assert (status, error["param"]) == (400, "previous_response_id")
     assert error["message"] == "This server keeps no responses: send the whole conversation as 'input'."
-    assert error["param"] == "previous_response_id"

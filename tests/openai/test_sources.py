@@ -97,31 +97,22 @@ def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None
 )
 def test_the_pieces_of_a_chunk_join_to_its_text(route: str, *, echo: bool) -> None:
     """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
-    for stops in (None, ["first"], ["late", "late but longer"]):
-        check_pieces(FrontEnd(), route, stops, echo=echo)
-
-
-def check_pieces(front_end: FrontEnd, route: str, stops: list[str] | None, *, echo: bool) -> None:
-    """Compare the sources of a stream and of a whole response with their texts."""
+    front_end = FrontEnd()
     body = CHAT if "chat" in route else {**BODY, "echo": echo}
     plain = front_end.post({**body, "stream": True}, route)
     front_end.run()
     text = "".join(map(text_of, front_end.events(plain)))
-    if stops is not None:
-        stop_strings = {"first": text[3:6], "late": text[20:22], "late but longer": text[20:25] + "\0"}
-        body = {**body, "stop": [stop_strings[stop] for stop in stops]}
-    stream = front_end.post({**body, "stream": True, "speculation": WITH_SOURCES}, route)
-    whole = front_end.post({**body, "speculation": WITH_SOURCES}, route)
-    front_end.run()
-    events = front_end.events(stream)
-    for event in events:
-        assert joined(event["choices"][0]["sources"]) == text_of(event)
-    streamed = "".join(map(text_of, events))
-    assert text.startswith(streamed)
-    choice = front_end.answer(whole)["choices"][0]
-    assert joined(choice["sources"]) == streamed
-    first = choice["sources"][0]
-    assert (first == ["hello", "prompt"]) is (echo and "chat" not in route)
+    for stops in ([], [text[3:6]], [text[20:22], text[20:25] + "\0"]):
+        fields = {**body, "stop": stops, "speculation": WITH_SOURCES}
+        stream, whole = (front_end.post({**fields, "stream": stream}, route) for stream in (True, False))
+        front_end.run()
+        events = front_end.events(stream)
+        assert [joined(event["choices"][0]["sources"]) for event in events] == [*map(text_of, events)]
+        streamed = "".join(map(text_of, events))
+        assert text.startswith(streamed)
+        sources = front_end.answer(whole)["choices"][0]["sources"]
+        assert joined(sources) == streamed
+        assert (sources[0] == ["hello", "prompt"]) is echo
 
 
 def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> None:
@@ -148,25 +139,18 @@ def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> 
     plain = front_end.post(body)
     front_end.run()
     text = front_end.answer(plain)["choices"][0]["text"]
-    assert len(text) == 13
     options = {"mode": "fixed", "gamma": 3, "drafter": "prediction", **WITH_SOURCES}
     wrong = text[:6] + ("?" if text[6] != "?" else "!") + text[7:]
-    right, other = (
-        front_end.post(
-            {**body, "stream": True, "prediction": {"type": "content", "content": prediction}, "speculation": options}
-        )
-        for prediction in (text, wrong)
-    )
-    front_end.run()
-    sources = [piece for event in front_end.events(right) for piece in event["choices"][0]["sources"]]
+    found = []
+    for content in (text, wrong):
+        prediction = {"type": "content", "content": content}
+        request_id = front_end.post({**body, "prediction": prediction, "speculation": options})
+        front_end.run()
+        found.append(front_end.answer(request_id)["choices"][0]["sources"])
+        assert joined(found[-1]) == text
     # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
-    assert sources == [
-        [character, "prediction" if position % 4 else "target"] for position, character in enumerate(text)
-    ]
-    sources = [piece for event in front_end.events(other) for piece in event["choices"][0]["sources"]]
-    assert joined(sources) == text
-    assert sources[5] == [text[5], "prediction"]
-    assert sources[6] == [text[6], "target"]
+    assert [source for _, source in found[0]] == ["prediction" if position % 4 else "target" for position in range(13)]
+    assert [source for _, source in found[1][5:7]] == ["prediction", "target"]
 
 
 def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
@@ -187,13 +171,9 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
 
 def test_a_response_has_no_sources_unless_requested() -> None:
     front_end = FrontEnd()
-    requests = [
-        front_end.post({**body, "stream": stream, "speculation": speculation}, route)
-        for body, route in ((BODY, "v1/completions"), (CHAT, "v1/chat/completions"))
-        for stream in (False, True)
-        for speculation in (None, {}, {"mode": "fixed", "gamma": 2}, {"sources": False})
-    ]
-    front_end.run()
-    for request_id in requests:
-        assert front_end.status[request_id] == 200
-        assert '"sources"' not in front_end.text(request_id)
+    for body, route in ((BODY, "v1/completions"), (CHAT, "v1/chat/completions")):
+        for speculation in (None, {"mode": "fixed", "gamma": 2}, {"sources": False}):
+            request_id = front_end.post({**body, "speculation": speculation}, route)
+            front_end.run()
+            assert front_end.status[request_id] == 200
+            assert '"sources"' not in front_end.text(request_id)

@@ -1,4 +1,4 @@
-"""What ends an answer: stop strings, also those that name control tokens, stop tokens, and a time limit."""
+"""What ends an answer: stop strings, stop tokens, and a time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from fake_engine import FakeVocabulary
-from specserve.core.detokenizer import named_control_tokens
 from specserve.core.generation import Generation, TextParams
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
@@ -45,7 +44,6 @@ def written(
     stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
 ) -> tuple[Generation, list[str]]:
     """A generation that has been given these tokens, some in each round, and the texts it released."""
-    more["controls"] = named_control_tokens(stops, VOCABULARY)
     clock = {"clock": more.pop("clock")} if "clock" in more else {}
     sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
     generation = Generation(
@@ -69,24 +67,12 @@ STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
     (["two", "never"], "one two three", "one ", "two", 7),
     (["wo", "two"], "one two three", "one ", "two", 7),
     (["tw", "thr"], "one t", "one t", "", None),
-    (["<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
-    (["<|a|>"], "<|a|>", "", "<|a|>", 1),
-    (["never", "<|bb|>", "<|a|>"], "one<|a|>two<|bb|>", "one", "<|a|>", 4),
-    # A control token that no stop string names.
-    (["<|a|>"], "one<|bb|>two", "onetwo", "", None),
-    # Text before and after the control token belongs to the stop string.
-    (["\n<|a|>user"], "one\n<|a|>user two", "one", "\n<|a|>user", 9),
-    (["\n<|a|>user"], "one\n<|a|>use", "one\nuse", "", None),
-    (["\n<|a|>user"], "one\n<|a|>\n<|a|>user", "one\n", "\n<|a|>user", 11),
-    (["ab<|a|>"], "abab<|a|>", "ab", "ab<|a|>", 5),
-    (["<|a|><|bb|>"], "x<|a|><|a|><|bb|>", "x", "<|a|><|bb|>", 4),
-    (["<|a|><|bb|>"], "x<|bb|><|a|>", "x", "", None),
-    # Control tokens that a stop string does not name are none of its output, whatever others name.
-    (["END", "<|a|>x"], "oneEN<|a|>D", "one", "END", 7),
-    (["N<|a|>D", "<|bb|>x"], "oneN<|a|><|bb|>D", "one", "N<|a|>D", 7),
+    (["aab"], "aaab", "a", "aab", 4),
+    # A control token is no text.
+    (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
     # Of several the first to end, and of these the longest.
-    (["<|a|>two", "<|a|>"], "one<|a|>two", "one", "<|a|>", 4),
-    (["e<|a|>", "<|a|>"], "one<|a|>two", "on", "e<|a|>", 4),
+    (["two", "ne"], "one two", "o", "ne", 3),
+    (["e", "ne"], "one two", "o", "ne", 3),
 ]
 
 
@@ -100,19 +86,14 @@ def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
             assert generation.answer == tokens[:length]
 
 
-def test_a_stop_string_that_names_a_control_token_stops_at_its_name_written_as_text() -> None:
-    generation, texts = written(["<|a|>"], VOCABULARY.encode("one<|a|>two"))
-    assert ("".join(texts), generation.finish_reason) == ("one", "stop")
-
-
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
-    assert written(["n<|a|>e"], spelled("on<|a|>d"))[1] == ["o", "", "", "nd"]
-    assert written(["n<|a|>e", "<|bb|>"], spelled("on<|bb|>"))[1] == ["o", "", "n"]
+    assert written(["nde"], spelled("ondd"))[1] == ["o", "", "", "ndd"]
+    assert written(["nd<"], spelled("ond<|a|>"))[1] == ["o", "", "", "nd"]
 
 
-def test_a_control_token_that_stops_has_no_log_probability_in_the_answer() -> None:
-    """Like the token of a stop string of text; one that does not stop has."""
-    generation, _ = written(["<|a|>"], spelled("o<|bb|>n<|a|>"), rounds=100)
+def test_a_stop_token_has_no_log_probability_in_the_answer() -> None:
+    """As a stop string of text; a control token that does not stop has."""
+    generation, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=frozenset(spelled("<|a|>")))
     assert [score.token for score, _ in generation.take_tokens()] == spelled("o<|bb|>n")
 
 
@@ -125,7 +106,6 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
         ("bca", "abcab", 3, "abc"),
         ("bca", "abcab", 2, "ab"),
         ("é", "aéé", 3, "aé"),
-        ("<|a|>", "x<|a|>y<|a|>z", 2, "xy"),
     ):
         for rounds in ROUNDS:
             generation, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
@@ -134,16 +114,17 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
 
 
 def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() -> None:
-    [token] = spelled("b")
+    [token], [control] = spelled("b"), spelled("<|a|>")
     for rounds in ROUNDS:
-        for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab"), (["<|a|>"], "a<|a|>c", "a")):
+        for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab")):
             generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
         for included, text in ((False, "a"), (True, "ab")):
-            ends: Any = {"stop_tokens": frozenset([token]), "includes_stop": included}
+            ends: Any = {"stop_tokens": frozenset([token, control]), "includes_stop": included}
             generation, texts = written([], spelled("abc"), rounds=rounds, **ends)
             assert ("".join(texts), generation.finish_reason) == (text, "stop")
             assert generation.ended_by_eos is not included
+            assert "".join(written([], spelled("a<|a|>bc"), rounds=rounds, **ends)[1]) == "a"
 
 
 def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:

@@ -59,11 +59,9 @@ class FakeEngine:
         self._returned = np.empty((0, vocabulary), np.float32)
 
     def cached_len(self, slot: int) -> int:
-        """Return the number of cached tokens of a slot."""
         return len(self.cache[slot])
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """Return the number of cached tokens of the longest of these slots."""
         return max(map(self.cached_len, slots), default=0)
 
     def logits(self, context: list[int]) -> FloatArray:
@@ -71,7 +69,6 @@ class FakeEngine:
         return _logits(tuple(context[-self._memory :]), self.width, self._blend, self._sharpness)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run one forward pass; see `Engine.forward`."""
         if self._is_due("fail_after"):
             raise EngineError("The fake engine was told to fail.")
         self._check(rows)
@@ -80,11 +77,12 @@ class FakeEngine:
         result = []
         for row in rows:
             self.decoded.append(row)
-            context = [*self.cache[row.slot][: row.position], row.token]
+            context = self.cache[row.slot]
             if row.alternative:
+                context = [*context[: row.position], row.token]
                 self.alternatives.setdefault(row.slot, []).append(context)
             else:
-                self.cache[row.slot] = context
+                context.append(row.token)
                 self._cells[row.slot].append(next(self._numbers))
             if row.wants_logits:
                 result.append(self.logits(context))
@@ -124,18 +122,15 @@ class FakeEngine:
         return bool(remaining == 0)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot, and its alternatives."""
         del self.cache[slot][length:], self._cells[slot][length:]
         self.alternatives.pop(slot, None)
 
     def adopt(self, slot: int, number: int) -> None:
-        """Let a slot end with an alternative of the last pass."""
         self.cache[slot] = self.alternatives.pop(slot)[number]
         del self._cells[slot][len(self.cache[slot]) - 1 :]
         self._cells[slot].append(next(self._numbers))
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Replace a slot by the first `length` tokens of another slot."""
         if length > len(self.cache[source]):
             raise EngineError(f"Slot {source} holds {len(self.cache[source])} tokens, {length} asked for.")
         self.cache[destination] = self.cache[source][:length]
@@ -150,11 +145,6 @@ class FakeEngine:
         return np.array(rows, np.int64).reshape(-1, 3).view(np.uint8)
 
     def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Append saved tokens.
-
-        Raises:
-            AssertionError: they were saved from another position, or after other tokens.
-        """
         if saved.shape[1:] != (self.token_bytes,):
             raise EngineError("These keys and values are not of this engine.")
         tokens = list(self.cache[slot])
@@ -172,7 +162,7 @@ class FakeEngine:
         self.alternatives.pop(slot, None)
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 @cache
@@ -190,49 +180,39 @@ class FakeVocabulary:
         self.size = size
 
     def chat_template(self) -> str | None:
-        """Return the template that the test has set."""
         return self.template
 
     def bos_text(self) -> str:
-        """Return no text."""
         return ""
 
     eos_text = bos_text
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Return one token per byte; there are no special tokens."""
         del special, begin
         return [byte % (self.size - 1) for byte in text.encode("utf-8")]
 
     def piece(self, token: int) -> bytes:
-        """Return the token's byte, a printable one for small vocabularies."""
         if self.is_end_token(token):
             return b""
         return bytes([token if self.size > 128 else 97 + token])
 
     def name(self, token: int) -> bytes:
-        """Return the token's byte, or the name of the end token."""
         return self.piece(token) or b"<end>"
 
     def end_tokens(self) -> list[int]:
-        """Return all tokens that `is_end_token` says are."""
         return [token for token in range(self.size) if self.is_end_token(token)]
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """Return None: there are no fill-in-the-middle tokens."""
         del prefix, suffix
         return None
 
     def file_separators(self) -> tuple[int | None, int | None]:
-        """Return None: there are none."""
         return None, None
 
     def is_end_token(self, token: int) -> bool:
-        """Whether this is the last token of the vocabulary."""
         return token == self.size - 1
 
     def bos_token(self) -> int | None:
-        """Return None: there is no BOS token."""
         return None
 
 
@@ -240,6 +220,5 @@ class NoEndToken(FakeVocabulary):
     """A vocabulary in which no token ends an answer."""
 
     def is_end_token(self, token: int) -> bool:
-        """Return False."""
         del token
         return False

@@ -15,16 +15,11 @@ class FakePool:
         self.cores: list[tuple[int, ...]] = []
 
     def run_on(self, cores: tuple[int, ...]) -> None:
-        """Record the cores."""
         self.cores.append(cores)
 
 
 class FakeMachine:
-    """Counters of a machine with neighbours, a second at a time.
-
-    Args:
-        cores: how many there are.
-    """
+    """Counters of a machine with neighbours, a second at a time."""
 
     def __init__(self, cores: int = 2) -> None:
         self.now = 0.0
@@ -35,7 +30,6 @@ class FakeMachine:
         self._ticks = dict.fromkeys(range(cores), (0, 0))
 
     def read(self) -> Usage:
-        """The counters."""
         return Usage(dict(self._threads), dict(self._ticks), self.allowed)
 
     def run(self, placement: Placement, seconds: float = 1.0) -> None:
@@ -52,7 +46,6 @@ class FakeMachine:
         placement.begin_round()
 
     def clock(self) -> float:
-        """Seconds."""
         return self.now
 
 

@@ -18,16 +18,13 @@ class MeasuredEngine(FakeEngine):
         self.passes = 0
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run one forward pass; the logits, which nobody looks at, are the same for all contexts."""
         self.passes += 1
         return super().forward(rows)
 
     def logits(self, context: list[int]) -> FloatArray:
-        """Return the same logits after any context, shape (vocabulary,)."""
         return super().logits(context[:1])
 
     def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Append saved tokens."""
         if saved.shape[1:] != (self.token_bytes,):
             raise EngineError("These keys and values are not of this engine.")
         if len(self.cache[slot]) + len(saved) > self.slot_length:

@@ -17,15 +17,9 @@ def finished_step(
     position: int = 1,
     seconds: tuple[float, float, float] = (0.1, 0.2, 0.01),
 ) -> Step:
-    """A step that has committed these tokens.
+    """A step that has committed `tokens`, after `position` others; with 0 it is the end of a prefill.
 
-    Args:
-        info: the request's labels.
-        drafters: of each draft.
-        accepted: how many drafts were.
-        tokens: that were committed.
-        position: number of tokens that were committed before it; 0 for the end of a prefill.
-        seconds: of drafting, of the target's pass, and of all else.
+    `seconds` are those of drafting, of the target's pass, and of all else.
     """
     sequence = Sequence([1] * 50, SamplingParams(), SpeculationParams(), max_tokens=99, info=info)
     sequence.tokens += [7] * position

@@ -12,14 +12,15 @@ import yaml
 PROJECT = Path(__file__).parents[2]
 # Other people's clients are tested in environments without the packages that write models.
 PYTHON = PROJECT / ".venv" / "bin" / "python"
+# All configurations have these models, so that they are written and requantised once.
+MODELS = PROJECT / ".specserve" / "tiny"
 
 
 def tiny_config(directory: Path, architecture: str = "qwen2", **changes: Any) -> Path:
-    """Write a pair of models and a model YAML that names them, with some values changed; dicts are merged."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write a model YAML that names a pair of models, with some values changed; dicts are merged."""
     models = {}
     for role in ("target", "draft"):
-        path = directory / f"tiny-{architecture}-{role}.gguf"
+        path = MODELS / f"tiny-{architecture}-{role}.gguf"
         writer = Path(__file__).with_name("tiny_models.py")
         if not path.exists() or path.stat().st_mtime < writer.stat().st_mtime:
             subprocess.run([PYTHON, writer, path, architecture, role], check=True)

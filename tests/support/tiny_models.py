@@ -19,7 +19,6 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 from numpy.typing import NDArray
 
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
-ROLES = ("target", "draft", "other")
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
@@ -146,7 +145,6 @@ def _sentence_pieces(corpus: str, merges: Merges) -> list[_Token]:
 
 
 def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
-    """Write the hyperparameters."""
     writer.add_name(f"specserve tiny {architecture}")
     writer.add_file_type(LlamaFileType.ALL_F32)
     writer.add_context_length(CONTEXT)
@@ -190,7 +188,6 @@ def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token]
 
 
 def _printable(text: bytes) -> bool:
-    """Whether these bytes are complete printable characters."""
     try:
         return text.decode().replace("\n", " ").isprintable()
     except UnicodeDecodeError:

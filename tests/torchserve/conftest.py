@@ -1,13 +1,15 @@
-"""One server with the tiny pair, shared by the tests of this directory."""
+"""One TorchServe with the tiny pair, shared by the tests of this directory; files register further models beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server import Server, running
+from specserve.cli.archive import pack, prepared_document
 from tiny_config import tiny_config
 
 
@@ -22,3 +24,15 @@ def server(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     config = tiny_config(tmp_path_factory.mktemp("shared"), handler={"trace": str(traces)})
     with running(config=config) as server:
         yield server
+        server.assert_undisturbed()
+
+
+@pytest.fixture(scope="session")
+def archive(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write an archive of a tiny pair into the server's model store: its name, and what `tiny_config` takes."""
+
+    def write(name: str, architecture: str = "qwen2", **changes: Any) -> Path:
+        config = tiny_config(tmp_path_factory.mktemp(name), architecture, **changes)
+        return pack(prepared_document(config), server.state / "model_store", name)
+
+    return write

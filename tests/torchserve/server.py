@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import openai
 import psutil
 import requests
 
-from tiny_config import tiny_config
+from tiny_config import MODELS, tiny_config
 
 PROJECT = Path(__file__).parents[2]
 # The deadline of everything that has to happen: only a server that hangs takes so long, however busy the machine.
@@ -42,50 +44,49 @@ def free_ports(count: int = 5) -> int:
 
 def tiny() -> Path:
     """The model YAML of the tiny pair."""
-    return tiny_config(PROJECT / ".specserve" / "tiny")
+    return tiny_config(MODELS)
+
+
+@functools.cache
+def openai_client(url: str, key: str) -> openai.OpenAI:
+    """OpenAI's own client; making one takes longer than a short answer."""
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE_SECONDS)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server and the ways to talk to it."""
+    """A model of a running TorchServe, and the ways to talk to it."""
 
     port: int
-    greeting: str = ""
-    """What `scripts/serve` printed."""
+    greeting: str = ""  # what `scripts/serve` printed
+    model: str = "qwen"
 
     @property
     def state(self) -> Path:
-        """The directory of its files."""
+        """The directory of TorchServe's files."""
         return PROJECT / ".specserve" / str(self.port)
 
     @property
     def url(self) -> str:
-        """The URL below which its routes are."""
-        return f"http://127.0.0.1:{self.port}/predictions/qwen/1.0"
+        return f"http://127.0.0.1:{self.port}/predictions/{self.model}/1.0"
 
     @property
     def key(self) -> str:
-        """The inference token."""
         return self.token("inference")
 
     def token(self, kind: str) -> str:
-        """One of TorchServe's tokens."""
-        keys = json.loads((self.state / "key_file.json").read_text())
-        return str(keys[kind]["key"])
+        return str(json.loads((self.state / "key_file.json").read_text())[kind]["key"])
 
     def client(self) -> openai.OpenAI:
-        """OpenAI's own client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=PATIENCE_SECONDS)
+        return openai_client(f"{self.url}/v1", self.key)
 
     def post(self, body: object = None, *, route: str = "/v1/completions", **options: Any) -> requests.Response:
-        """A plain POST with the token."""
         headers = {"Authorization": f"Bearer {self.key}", **options.pop("headers", {})}
         timeout = options.pop("timeout", PATIENCE_SECONDS)
         content = options if "data" in options else {"json": body, **options}
         return requests.post(self.url + route, headers=headers, timeout=timeout, **content)
 
     def get(self, route: str) -> requests.Response:
-        """A plain GET with the token."""
         headers = {"Authorization": f"Bearer {self.key}"}
         return requests.get(self.url + route, headers=headers, timeout=PATIENCE_SECONDS)
 
@@ -95,15 +96,38 @@ class Server:
         url = f"http://127.0.0.1:{self.port + 1}{path}"
         return requests.request(method, url, headers=headers, timeout=PATIENCE_SECONDS)
 
+    def worker(self) -> psutil.Process:
+        [found] = self.manage("GET", f"/models/{self.model}").json()[0]["workers"]
+        return psutil.Process(found["pid"])
+
     def metrics(self) -> dict[str, float]:
-        """Values by name and labels, as Prometheus reads them."""
+        """The model's values by name and labels, as Prometheus reads them."""
         text = requests.get(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=PATIENCE_SECONDS).text
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specserve_")]
-        return {name: float(value) for name, value in lines}
+        own = [line for line in text.splitlines() if re.match(rf'specserve_\w+{{model="{self.model}"', line)]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in own)}
 
     def log(self) -> str:
-        """The worker's log."""
-        return (self.state / "logs" / "model_log.log").read_text()
+        """What the model's workers have written."""
+        lines = (self.state / "logs" / "model_log.log").read_text().splitlines()
+        return "\n".join(line for line in lines if f"-{self.model}_" in line)
+
+    def assert_undisturbed(self) -> None:
+        """Nothing raised in the handler, and the worker is the first."""
+        log = self.log()
+        assert "specserve: request " not in log
+        assert "Invoking custom service failed" not in log
+        assert log.count("specserve: a pass of one token takes") == 1
+
+
+@contextlib.contextmanager
+def registered(server: Server, name: str) -> Iterator[Server]:
+    """The model of NAME.mar in the server's model store, beside the server's own; it is unregistered at the end."""
+    answer = server.manage("POST", f"/models?url={name}.mar&initial_workers=1&synchronous=true")
+    assert answer.ok, answer.text
+    try:
+        yield replace(server, model=name)
+    finally:
+        assert server.manage("DELETE", f"/models/{name}").ok
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,8 +32,6 @@ NAMES += ["ts_stream_next", "ts_request_sequence_id", "x-request-id", "model_nam
 VALUES = ["", "x", "{}", "[]", "null", "v1/models", "true", "a" * 3000, "é€", "%00%ED%A0%80", '{"prompt": "a", "n": 2}']
 ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/models", "", "/%0d%0aa: b", "/é/%ff"]
 SERVICE = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/"
-# Of the header that has a client's key.
-SPELLINGS = ["Authorization", "authorization", "AUTHORIZATION"]
 _numbers = count()
 GRPC_SENTENCE = "send the request as JSON by HTTP"
 
@@ -163,43 +162,37 @@ def test_nothing_that_comes_in_changes_the_answers_beside_it(open_server: Server
         assert all(future.result() > 0 for future in victims)
 
 
-def keys() -> tuple[str, str]:
-    """Two keys that no other test has used."""
-    return f"Bearer mine-{next(_numbers)}", f"Bearer other-{next(_numbers)}"
+def asked_again(
+    server: Server, spelling: str, route: str, body: dict[str, Any], again: Callable[[Any], dict[str, Any]]
+) -> list[tuple[int, Any]]:
+    """Status and answer of a request with a new key, then of those of another key and the same, so spelt."""
+    number = next(_numbers)
+    mine, other = f"Bearer mine-{number}", f"Bearer other-{number}"
+    answers: list[tuple[int, Any]] = []
+    for name, key in (("Authorization", mine), (spelling, other), (spelling, mine)):
+        sent = again(answers[0][1]) if answers else {}
+        answer = requests.post(server.url + route, json=body | sent, headers={name: key}, timeout=PATIENCE_SECONDS)
+        answers.append((answer.status_code, answer.json()))
+    return answers
 
 
-def post(server: Server, route: str, spelling: str, key: str, body: dict[str, Any]) -> requests.Response:
-    return requests.post(server.url + route, json=body, headers={spelling: key}, timeout=PATIENCE_SECONDS)
-
-
-def test_lookups_find_what_the_same_key_wrote_alone(open_server: Server) -> None:
+@pytest.mark.parametrize("spelling", ["Authorization", "authorization", "AUTHORIZATION"])
+def test_drafts_prefixes_and_kept_responses_are_those_of_the_same_key_alone(open_server: Server, spelling: str) -> None:
+    ask = partial(asked_again, open_server, spelling)
     speculation = {"mode": "fixed", "gamma": 8, "drafter": "lookup"}
-    body = {"prompt": "abcd", "max_tokens": 80, "temperature": 0, "ignore_eos": True, "speculation": speculation}
-    for spelling in SPELLINGS:
-        mine, other = keys()
-        sent = [("Authorization", mine), (spelling, other), (spelling, mine)]
-        answers = [post(open_server, "/v1/completions", *name_and_key, body).json() for name_and_key in sent]
-        alone, others, after = (answer["speculation"]["accepted_tokens"] for answer in answers)
-        assert others == alone
-        assert after > alone + 20
+    body: dict[str, Any] = {"prompt": "abcd", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+    answers = ask("/v1/completions", {**body, "speculation": speculation}, lambda _: {})
+    alone, others, after = (answer["speculation"]["accepted_tokens"] for _, answer in answers)
+    assert others == alone
+    assert after > alone + 20
 
+    body = {"prompt": f"What only the first of them knows, {next(_numbers)}: " * 3, "max_tokens": 1}
+    usages = [answer["usage"] for _, answer in ask("/v1/completions", body, lambda _: {})]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached == [0, 0, usages[0]["prompt_tokens"] - 1]
 
-def test_a_kept_response_is_continued_by_the_same_key_alone(open_server: Server) -> None:
     body = {"input": "Hello", "max_output_tokens": 4, "temperature": 0}
-    for spelling in SPELLINGS:
-        mine, other = keys()
-        kept = post(open_server, "/v1/responses", "Authorization", mine, body).json()["id"]
-        asked = {**body, "previous_response_id": kept}
-        refused, continued = (post(open_server, "/v1/responses", spelling, key, asked) for key in (other, mine))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
-        assert continued.status_code == 200
-
-
-def test_cached_tokens_are_those_that_the_same_key_sent(open_server: Server) -> None:
-    for spelling in SPELLINGS:
-        mine, other = keys()
-        body = {"prompt": f"What only the first of them knows, {mine}: " * 3, "max_tokens": 1, "temperature": 0}
-        sent = [("Authorization", mine), (spelling, other), (spelling, mine)]
-        answers = [post(open_server, "/v1/completions", *name_and_key, body).json()["usage"] for name_and_key in sent]
-        cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
-        assert cached == [0, 0, answers[0]["prompt_tokens"] - 1]
+    _, (status, refused), (continued, _) = ask(
+        "/v1/responses", body, lambda first: {"previous_response_id": first["id"]}
+    )
+    assert (status, refused["error"]["code"], continued) == (400, "previous_response_not_found", 200)

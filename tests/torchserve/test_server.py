@@ -1,21 +1,38 @@
-"""End to end: TorchServe, the built archive, the tiny pair, and OpenAI's client."""
+"""End to end: TorchServe, the built archive, tiny pairs of Qwen2 and of Llama, and OpenAI's client."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
 
-from server import PATIENCE_SECONDS, Server, until
+from server import PATIENCE_SECONDS, Server, registered, until
 from streams import ended_sequences, sequences
 
 pytestmark = pytest.mark.server
 
 PROMPT = "The quick brown fox"
+CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llama(server: Server, archive: Callable[..., Path]) -> Iterator[Server]:
+    """A Llama pair, whose tokeniser is SentencePiece's."""
+    archive("llama", "llama")
+    with registered(server, "llama") as llama:
+        yield llama
+        llama.assert_undisturbed()
+
+
+@pytest.fixture
+def pairs(server: Server, llama: Server) -> list[Server]:
+    return [server, llama]
 
 
 def complete(server: Server, **changes: Any) -> Any:
@@ -25,31 +42,42 @@ def complete(server: Server, **changes: Any) -> Any:
 
 
 def stream_text(server: Server, **changes: Any) -> str:
-    """The text of a stream."""
     return "".join(chunk.choices[0].text for chunk in complete(server, stream=True, **changes))
 
 
-def test_a_completion_has_usage_and_speculation_statistics(server: Server) -> None:
-    answer = complete(server)
-    assert answer.object == "text_completion"
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 24
-    statistics = answer.model_extra["speculation"]
-    assert statistics["mode"] == "fixed", "the default mode of the tiny pair's configuration"
-    assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
-    assert statistics["rounds"] < 24
+def test_speculation_is_counted_and_does_not_change_greedy_output(pairs: list[Server]) -> None:
+    for server in pairs:
+        plain = complete(server, max_tokens=60, extra_body={"speculation": {"mode": "off"}})
+        assert plain.model_extra["speculation"]["drafted_tokens"] == 0
+        assert plain.usage.completion_tokens == 60
+        for gamma in (1, 2, 5, 15):
+            # Lookups alone may be right every time.
+            options = {"speculation": {"mode": "fixed", "gamma": gamma, "drafter": "model"}}
+            answer = complete(server, max_tokens=60, extra_body=options)
+            assert answer.choices[0].text == plain.choices[0].text
+            statistics = answer.model_extra["speculation"]
+            assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
+            assert statistics["rounds"] < 60
+    default = complete(pairs[0]).model_extra["speculation"]
+    assert default["mode"] == "fixed", "the default mode of the tiny pair's configuration"
 
 
-def test_speculation_does_not_change_greedy_output(server: Server) -> None:
-    plain = complete(server, extra_body={"speculation": {"mode": "off"}})
-    assert plain.model_extra["speculation"]["drafted_tokens"] == 0
-    for gamma in (1, 2, 5, 15):
-        options = {"speculation": {"mode": "fixed", "gamma": gamma}}
-        assert complete(server, extra_body=options).choices[0].text == plain.choices[0].text
+def test_a_stream_has_the_text_of_the_whole_response_and_a_seed_repeats_it(pairs: list[Server]) -> None:
+    for server in pairs:
+        for prompt in ("héllo 世界 🙂", ""):
+            fields: Any = {"prompt": prompt, "seed": 4, "temperature": 1, "max_tokens": 80}
+            assert stream_text(server, **fields) == complete(server, **fields).choices[0].text
+    assert len({complete(pairs[0], temperature=1).choices[0].text for _ in range(3)}) > 1
 
 
-def test_a_stream_has_the_text_of_the_whole_response(server: Server) -> None:
-    assert stream_text(server) == complete(server).choices[0].text
+def test_a_chat_uses_the_models_template(pairs: list[Server]) -> None:
+    templates = ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<|user|>\nHi</s>\n<|assistant|>\n")
+    for server, rendered in zip(pairs, templates, strict=True):
+        completions = server.client().chat.completions
+        message = completions.create(**CHAT).choices[0].message
+        assert (message.role, message.content) == ("assistant", complete(server, prompt=rendered).choices[0].text)
+        chunks = completions.create(**CHAT, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
 
 
 def test_include_usage_adds_the_usage_at_the_end_of_a_stream(server: Server) -> None:
@@ -60,102 +88,45 @@ def test_include_usage_adds_the_usage_at_the_end_of_a_stream(server: Server) -> 
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_every_chunk_of_a_stream_has_whole_characters(server: Server) -> None:
-    """Tiny models often split a character over several tokens; no chunk may contain a part of one."""
-    for seed in range(5):
-        texts = [
-            chunk.choices[0].text
-            for chunk in complete(server, stream=True, temperature=1.5, seed=seed, max_tokens=200, prompt="世界 🙂 é")
-        ]
-        assert "".join(texts).count("\ufffd") <= 1 + sum("\ufffd" in text for text in texts[-1:])
-
-
-def test_output_ends_before_a_stop_string(server: Server) -> None:
-    text = complete(server).choices[0].text
-    stop = text[8:11]
-    answer = complete(server, stop=[stop, "never said"])
-    assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
-    assert stream_text(server, stop=stop) == text[: text.index(stop)]
-
-
-def test_a_seed_repeats_its_output_and_requests_without_one_differ(server: Server) -> None:
-    texts = {complete(server, temperature=1, seed=5).choices[0].text for _ in range(3)}
-    assert len(texts) == 1
-    assert len({complete(server, temperature=1).choices[0].text for _ in range(3)}) > 1
-
-
-def test_a_prompt_of_token_ids_and_echo(server: Server) -> None:
-    answer = complete(server, prompt=[5, 6, 7], echo=True)
-    assert answer.usage.prompt_tokens == 3
-    assert complete(server, echo=True).choices[0].text.startswith(PROMPT)
-
-
-def test_a_chat_stream_has_the_text_of_the_whole_response(server: Server) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    chat: Any = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
-    whole = server.client().chat.completions.create(**chat)
-    assert whole.choices[0].message.role == "assistant"
-    chunks = server.client().chat.completions.create(**chat, stream=True)
-    content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert content == whole.choices[0].message.content
-
-
 def test_models_are_listed_and_retrieved(server: Server) -> None:
-    assert [model.id for model in server.client().models.list()] == ["tiny", "qwen"]
-    assert server.client().models.retrieve("tiny").id == "tiny"
+    models = server.client().models
+    assert [model.id for model in models.list()] == ["tiny", "qwen"]
+    assert models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
-        server.client().models.retrieve("gpt-4")
+        models.retrieve("gpt-4")
 
 
 def test_the_model_url_without_a_route_serves_completions(server: Server) -> None:
-    for path in ("/predictions/qwen", "/predictions/qwen/1.0"):
-        answer = requests.post(
-            f"http://127.0.0.1:{server.port}{path}",
-            json={"prompt": PROMPT, "max_tokens": 3},
-            headers={"Authorization": f"Bearer {server.key}"},
-            timeout=PATIENCE_SECONDS,
-        )
+    for url in (server.url, server.url.removesuffix("/1.0")):
+        headers = {"Authorization": f"Bearer {server.key}"}
+        answer = requests.post(url, json={"prompt": PROMPT, "max_tokens": 3}, headers=headers, timeout=PATIENCE_SECONDS)
         assert answer.json()["object"] == "text_completion"
 
 
-def test_eight_concurrent_requests_have_the_output_of_each_alone(server: Server) -> None:
-    prompts = [f"{PROMPT} number {n}" for n in range(8)]
-    alone = [complete(server, prompt=prompt, max_tokens=16).choices[0].text for prompt in prompts]
-
+def test_requests_beyond_the_slots_wait_and_all_have_the_output_of_each_alone(server: Server) -> None:
     def ask(n: int) -> str:
-        if n % 2:
-            return stream_text(server, prompt=prompts[n], max_tokens=16)
-        return str(complete(server, prompt=prompts[n], max_tokens=16).choices[0].text)
+        fields: Any = {"prompt": f"{PROMPT} number {n}", "max_tokens": 16}
+        return stream_text(server, **fields) if n % 2 else str(complete(server, **fields).choices[0].text)
 
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ask, range(8)))
-    assert together == alone
-
-
-def test_more_requests_than_slots_wait_and_are_answered(server: Server) -> None:
+    alone = [ask(n) for n in range(24)]
     with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(lambda n: complete(server, max_tokens=40, seed=n, temperature=1), range(24)))
-    assert all(answer.choices[0].finish_reason for answer in answers)
+        assert list(pool.map(ask, range(24))) == alone
 
 
 def test_invalid_requests_are_openais_errors_and_affect_no_other(server: Server) -> None:
-    def stream_valid() -> str:
-        return stream_text(server, max_tokens=200)
-
     with ThreadPoolExecutor(1) as pool:
-        expected = stream_valid()
-        concurrent = pool.submit(stream_valid)
-        with pytest.raises(openai.BadRequestError) as caught:
-            complete(server, temperature=9)
-        assert caught.value.param == "temperature"
-        with pytest.raises(openai.BadRequestError) as caught:
-            complete(server, extra_body={"top_k": "many"})
-        assert caught.value.param == "top_k"
+        expected = stream_text(server, max_tokens=200)
+        concurrent = pool.submit(stream_text, server, max_tokens=200)
+        for fields, param in (({"temperature": 9}, "temperature"), ({"extra_body": {"top_k": "many"}}, "top_k")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                complete(server, **fields)
+            assert caught.value.param == param
         with pytest.raises(openai.NotFoundError) as missing:
             complete(server, model="gpt-4")
         assert missing.value.code == "model_not_found"
         assert concurrent.result() == expected
+    answer = server.post({"prompt": "a"}, route="/v1/edits")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
 
 
 def test_an_invalid_body_is_a_400_with_openais_error(server: Server) -> None:
@@ -191,16 +162,9 @@ def test_the_error_of_json_that_is_announced_as_a_form_says_how_to_send_it(serve
     assert form.json()["usage"]["completion_tokens"] == 3
 
 
-def test_an_unknown_route_is_a_404(server: Server) -> None:
-    answer = server.post({"prompt": "a"}, route="/v1/edits")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
-
-
 def test_a_wrong_key_is_torchserves_400(server: Server) -> None:
-    headers = {"Authorization": "Bearer wrong"}
-    answer = requests.post(server.url, json={}, headers=headers, timeout=PATIENCE_SECONDS)
-    assert answer.status_code == 400
-    assert answer.json()["type"] == "InvalidKeyException"
+    answer = server.post({}, headers={"Authorization": "Bearer wrong"})
+    assert (answer.status_code, answer.json()["type"]) == (400, "InvalidKeyException")
 
 
 def test_a_disconnect_cancels_the_requests_sequences(server: Server) -> None:
@@ -212,11 +176,3 @@ def test_a_disconnect_cancels_the_requests_sequences(server: Server) -> None:
         # TorchServe calls an idle worker only with the next request, which `sequences` sends.
         until(lambda: sequences(server) == (0, 0), "an idle server")
         until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")  # noqa: B023
-
-
-def test_the_worker_logged_no_handler_error_and_was_not_restarted(server: Server) -> None:
-    """The last test of this file: nothing above raised in the handler or restarted the worker."""
-    log = server.log()
-    assert "specserve: request " not in log
-    assert "Invoking custom service failed" not in log
-    assert log.count("specserve: a pass of one token takes") == 1

@@ -63,14 +63,6 @@ def accepted(answer: Any) -> int:
     return int(answer.model_extra["speculation"]["accepted_tokens"])
 
 
-def test_several_prompts_with_several_choices_each(server: Server) -> None:
-    answer = complete(server, prompt=[PROMPT, "def add(a, b):"], n=3, best_of=4, seed=1)
-    assert [choice.index for choice in answer.choices] == list(range(6))
-    assert len({choice.text for choice in answer.choices}) == 6
-    assert answer.usage.completion_tokens > 6 * 8
-    assert accepted(answer) > 0
-
-
 def test_logprobs_are_the_same_with_and_without_speculation(server: Server) -> None:
     plain, speculative = (
         complete(server, temperature=0, logprobs=3, extra_body={"speculation": {"mode": mode}})
@@ -120,16 +112,10 @@ def test_a_client_that_stops_reading_text_at_the_finish_reason_has_the_whole_tex
 
 
 def test_an_invalid_field_is_a_400_that_names_it(server: Server) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"extra_body": {"grammar": "root ::= ("}}, "grammar"),
-        ({"extra_body": {"response_format": INVALID_SCHEMA}}, "response_format"),
-        ({"n": 2, "best_of": 1}, "best_of"),
-        ({"extra_body": {"speculation": {"drafter": "prediction"}}}, "speculation.drafter"),
-    ]
-    for fields, param in cases:
+    for field, value in (("grammar", "root ::= ("), ("response_format", INVALID_SCHEMA)):
         with pytest.raises(openai.BadRequestError) as caught:
-            complete(server, **fields)
-        assert caught.value.param == param
+            complete(server, extra_body={field: value})
+        assert caught.value.param == field
 
 
 def test_an_unknown_field_is_ignored_and_named_in_a_header(server: Server) -> None:
@@ -148,20 +134,14 @@ def test_fields_of_vllm_and_llama_cpp_have_their_effect(server: Server) -> None:
     def text(**fields: Any) -> Any:
         return complete(server, extra_body={"temperature": 0, **fields}).choices[0].text
 
-    assert text(guided_regex="^(yes|no)!{2}$") in {"yes!!", "no!!"}
-    assert text(structured_outputs={"choice": ["left", "right"]}) in {"left", "right"}
-    assert json.loads(text(json_schema={"type": "array", "items": {"enum": [1]}, "maxItems": 2}, n_predict=40)) in (
-        [],
-        [1],
-        [1, 1],
-    )
+    assert text(structured_outputs={"regex": "^(yes|no)!{2}$"}) in {"yes!!", "no!!"}
+    schema = {"type": "array", "items": {"enum": [1]}, "maxItems": 2}
+    assert json.loads(text(json_schema=schema, n_predict=40)) in ([], [1], [1, 1])
     first = text(max_tokens=1)
     assert text(stop=[first]) == ""
     assert text(stop=[first], include_stop_str_in_output=True).endswith(first)
     long = complete(server, max_tokens=40, extra_body={"min_tokens": 40, "stop": [first], "temperature": 1.5})
     assert long.usage.completion_tokens == 40
-    details = complete(server, max_tokens=1, extra_body={"cache_prompt": False}).usage.prompt_tokens_details
-    assert details.cached_tokens == 0
 
 
 def test_an_editors_plug_in_gets_what_fills_the_gap(server: Server) -> None:
@@ -174,21 +154,6 @@ def test_an_editors_plug_in_gets_what_fills_the_gap(server: Server) -> None:
     stream = server.post({**body, "stream": True}, route="/infill")
     events = [json.loads(line.removeprefix("data: ")) for line in stream.text.strip().split("\n\n")]
     assert "".join(event["content"] for event in events) == answer["content"]
-
-
-def test_a_prediction_is_accepted_and_counted(server: Server) -> None:
-    for mode in ("auto", "off"):
-        text = chat(server, temperature=0, max_tokens=100).choices[0].message.content
-        answer = chat(
-            server,
-            temperature=0,
-            max_tokens=100,
-            prediction={"type": "content", "content": text},
-            extra_body={"speculation": {"mode": mode, "drafter": "prediction"}},
-        )
-        details = answer.usage.completion_tokens_details
-        assert (details.accepted_prediction_tokens > 20) == (mode == "auto")
-        assert details.rejected_prediction_tokens < 60
 
 
 def test_a_response_of_four_megabytes_is_received(server: Server) -> None:
@@ -235,18 +200,3 @@ def test_responses_are_streamed_and_parsed_by_openais_client(server: Server) -> 
     with pytest.raises(openai.BadRequestError) as refusal:
         responses.create(model="tiny", input="Hello", previous_response_id=parsed.id)
     assert refusal.value.code == "previous_response_not_found"
-
-
-def test_messages_are_streamed_and_counted_in_anthropics_form(server: Server) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}
-    message = server.post(body, route="/v1/messages").json()
-    stream = server.post({**body, "stream": True}, route="/v1/messages")
-    assert stream.headers["content-type"] == "text/event-stream"
-    events = [json.loads(event.split("data: ")[1]) for event in stream.text.split("\n\n")[:-1]]
-    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
-    usage = message["usage"]
-    counted = server.post({"messages": MESSAGES}, route="/v1/messages/count_tokens").json()["input_tokens"]
-    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
-    refusal = server.post({**body, "max_tokens": None}, route="/v1/messages")
-    assert (refusal.status_code, refusal.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -33,9 +33,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
-@dataclass(frozen=True)
-class Record:
-    """One request: its kind, when it was sent and answered, and its fault, if any."""
+class Record(NamedTuple):
+    """One request, and when it was sent and answered."""
 
     kind: str
     started: float
@@ -58,7 +57,7 @@ class Load:
             kind = rng.choice(list(KINDS))
             started = time.monotonic()
             try:
-                fault = KINDS[kind](self.server, rng)
+                fault = _fault(self.server, kind, rng)
             except requests.RequestException as error:
                 fault = repr(error)
             self.records.append(Record(kind, started, time.monotonic(), fault))
@@ -72,51 +71,27 @@ def _body(rng: random.Random, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, **sampling, **speculation, **more}
 
 
-def _expect(answer: requests.Response, status: int = 200) -> str | None:
-    return None if answer.status_code == status else f"{answer.status_code} {answer.text[:200]}"
+def _fault(server: Server, kind: str, rng: random.Random) -> str | None:
+    """What is wrong with the answer to a request of this kind."""
+    body, route = _body(rng, **KINDS[kind]), "/v1/completions"
+    if kind == "chat":
+        body["messages"], route = [{"role": "user", "content": body.pop("prompt")}], "/v1/chat/completions"
+    with server.post(body, route=route, stream=kind == "leaves") as answer:
+        if answer.status_code != (400 if kind == "mistake" else 200):
+            return f"{answer.status_code} {answer.text[:200]}"
+        if kind == "stream" and ('"error"' in answer.text or not answer.text.endswith("data: [DONE]\n\n")):
+            return "the stream stopped"
+    return None
 
 
-def _whole(server: Server, rng: random.Random) -> str | None:
-    return _expect(server.post(_body(rng)))
-
-
-def _several(server: Server, rng: random.Random) -> str | None:
-    return _expect(server.post(_body(rng, n=3)))
-
-
-def _json(server: Server, rng: random.Random) -> str | None:
-    return _expect(server.post(_body(rng, response_format=FORMAT)))
-
-
-def _chat(server: Server, rng: random.Random) -> str | None:
-    body = _body(rng)
-    body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-    return _expect(server.post(body, route="/v1/chat/completions"))
-
-
-def _stream(server: Server, rng: random.Random) -> str | None:
-    answer = server.post(_body(rng, stream=True))
-    ended = answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
-    return _expect(answer) or (None if ended else "the stream stopped")
-
-
-def _disconnect(server: Server, rng: random.Random) -> str | None:
-    with server.post(_body(rng, stream=True, ignore_eos=True), stream=True) as answer:
-        return _expect(answer)
-
-
-def _invalid(server: Server, rng: random.Random) -> str | None:
-    return _expect(server.post(_body(rng, max_tokens=-1)), 400)
-
-
-KINDS: dict[str, Callable[[Server, random.Random], str | None]] = {
-    "whole": _whole,
-    "several": _several,
-    "json": _json,
-    "chat": _chat,
-    "stream": _stream,
-    "leaves": _disconnect,
-    "mistake": _invalid,
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "several": {"n": 3},
+    "json": {"response_format": FORMAT},
+    "chat": {},
+    "stream": {"stream": True},
+    "leaves": {"stream": True, "ignore_eos": True},
+    "mistake": {"max_tokens": -1},
 }
 
 
@@ -127,17 +102,15 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """The resident bytes and the open files of a process."""
 
     memory: int
     files: int
 
-    @classmethod
-    def of(cls, process: psutil.Process) -> Usage:
-        """The current usage."""
-        return cls(int(process.memory_info().rss), process.num_fds())
+
+def usage(process: psutil.Process) -> Usage:
+    return Usage(process.memory_info().rss, process.num_fds())
 
 
 def test_only_requests_of_killed_workers_fail_and_memory_does_not_grow(
@@ -159,9 +132,9 @@ def test_only_requests_of_killed_workers_fail_and_memory_does_not_grow(
         last = worker(server.state)
         java = last.parent()
         assert java is not None
-        before, front = Usage.of(last), Usage.of(java)
+        before, front = usage(last), usage(java)
         time.sleep(SECONDS_WITHOUT_KILLS * 4 / 5)
-        after, front_after = Usage.of(last), Usage.of(java)
+        after, front_after = usage(last), usage(java)
     finally:
         load.over.set()
         for thread in threads:

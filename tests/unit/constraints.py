@@ -39,6 +39,11 @@ class Pieces(FakeVocabulary):
         return tokens
 
 
+# Bytes and a few words, then the end token.
+WORDS = Pieces([*BYTES, b'{"', b'":', b' "', b"name", b'", "', "世".encode(), b"\n  ", b"+x"])
+(END,) = WORDS.end_tokens()
+
+
 class Alternating:
     """Allows even and odd token ids in turn, none below `least`.
 

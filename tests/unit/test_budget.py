@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from costs import FixedCost, proportional
-from specserve.core.budget import max_wait, prefill_chunk
+from specserve.core.scheduler import max_wait, prefill_chunk
 from specserve.speculation.costs import CostTable, PassCosts
-from work import lines_run
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -51,15 +49,6 @@ def test_the_chunk_is_the_widest_that_fits_whatever_passes_cost(
     curve = cost.curve(rows + max_rows, 0)
     fitting = [n for n in range(max_rows + 1) if curve[rows + n] <= curve[rows] + max_wait]
     assert chosen == max(fitting[-1], min(4, max_rows))
-
-
-def test_choosing_a_chunk_takes_as_much_work_for_many_rows_as_for_few() -> None:
-    cost = machine()
-    work = []
-    for max_rows in (64, 512):
-        chunk(cost, 9000, max_rows=max_rows)
-        work.append(lines_run(partial(chunk, cost, 9000, max_rows=max_rows)))
-    assert max(work) < 100
 
 
 @pytest.mark.parametrize(

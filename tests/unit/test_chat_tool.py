@@ -37,8 +37,7 @@ class Response(contextlib.nullcontext[Any]):
         for chunk in self._chunks:
             if isinstance(chunk, BaseException):
                 raise chunk
-            yield b"data: " + json.dumps(chunk).encode()
-            yield b""
+            yield from (b"data: " + json.dumps(chunk).encode(), b"", b": ", b"")
         yield b"data: [DONE]"
 
 
@@ -55,7 +54,7 @@ def run_chat(monkeypatch: pytest.MonkeyPatch, lines: str, *chunks: Any, colours:
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = io.StringIO()
     console = Console(file=output, color_system="standard" if colours else None, width=120, highlight=False)
-    Chat(State(21200), "127.0.0.1", {}, console).run()
+    Chat(State(21200), {}, console).run()
     return output.getvalue(), requests
 
 

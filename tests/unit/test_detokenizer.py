@@ -58,10 +58,6 @@ def test_character_is_released_when_it_is_complete() -> None:
     assert texts == ["a", "", "🙂b", ""]
 
 
-def test_start_of_a_stop_string_is_withheld() -> None:
-    assert released([b"one\n", b"\ntwo"], ["\n\n\n"])[0] == ["one", "\n\ntwo", ""]
-
-
 def test_work_per_character_does_not_grow_with_the_withheld_text() -> None:
     """Of sixteen stop strings of 1,000 characters one withholds all of the text, and the others almost none."""
     stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]

@@ -6,10 +6,12 @@ import json
 import random
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import llguidance
@@ -18,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraints import Pieces
+from constraints import BYTES, END, WORDS, Pieces
+from specserve.engine.base import Vocabulary
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError
 from specserve.grammar import compiler as compiler_module
@@ -43,78 +46,42 @@ PERSON = {
 }
 EXPRESSION = 'root ::= term ([+*] term)*\nterm ::= "x" | [0-9]{1,2} | "(" root ")"'
 
-Compilers = dict[str, tuple[LlamaModel, GrammarCompiler]]
+
+def text_of(tokens: list[int], vocabulary: Vocabulary = WORDS) -> bytes:
+    return b"".join(map(vocabulary.piece, tokens))
 
 
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
-    """A model and a compiler of each architecture."""
-    found = {}
-    for architecture in ARCHITECTURES:
-        path = tmp_path_factory.mktemp("tiny") / f"{architecture}.gguf"
-        write_tiny(path, architecture, "target")
-        model = LlamaModel(path)
-        found[architecture] = (model, GrammarCompiler(model))
-    return found
-
-
-@pytest.fixture(scope="module")
-def model(compilers: Compilers) -> LlamaModel:
-    return compilers["qwen2"][0]
-
-
-@pytest.fixture(scope="module")
-def compiler(compilers: Compilers) -> GrammarCompiler:
-    return compilers["qwen2"][1]
-
-
-def in_bytes(model: LlamaModel, text: bytes) -> list[int]:
-    """Encode a text as one token per byte."""
-    token_of = {model.piece(token): token for token in reversed(range(model.size))}
-    return [token_of[bytes([byte])] for byte in text]
-
-
-def text_of(model: LlamaModel, tokens: list[int]) -> bytes:
-    """Decode tokens."""
-    return b"".join(map(model.piece, tokens))
-
-
-def end_tokens(model: LlamaModel) -> list[int]:
-    """All end tokens of the model."""
-    return [token for token in range(model.size) if model.is_end_token(token)]
-
-
-def allowed(constraint: Constraint, written: list[int]) -> list[int]:
+def allowed(constraint: Constraint, written: Sequence[int]) -> list[int]:
     """The allowed tokens, as a list."""
     mask = constraint.allowed(written)
     assert mask is not None
     return np.flatnonzero(mask).tolist()
 
 
-def compute_masks(constraint: Constraint, text: list[int]) -> None:
+def compute_masks(constraint: Constraint, text: bytes) -> None:
     """Compute the mask after every proper prefix of an answer."""
     for length in range(len(text)):
         assert constraint.allowed(text[:length]) is not None
 
 
-def accepts(constraint: Constraint, model: LlamaModel, text: str) -> bool:
-    """Whether the text is a complete answer: all end tokens are allowed after it."""
-    mask = constraint.allowed(in_bytes(model, text.encode()))
-    return mask is not None and bool(mask[end_tokens(model)].all())
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether the text is a complete answer."""
+    mask = constraint.allowed(text.encode())
+    return mask is not None and bool(mask[END])
 
 
-def sample_answer(constraint: Constraint, model: LlamaModel, seed: int, length: int = 60) -> bytes:
+def sample_answer(constraint: Constraint, vocabulary: Vocabulary, seed: int, length: int = 60) -> str:
     """Sample an answer; from `length` tokens on, close what is open and end as soon as possible."""
     generator = random.Random(seed)
     written: list[int] = []
     for _ in range(3000):
         options = allowed(constraint, written)
-        ending = [token for token in options if model.is_end_token(token)]
-        assert not ending or ending == end_tokens(model)
+        ending = [token for token in options if vocabulary.is_end_token(token)]
+        assert ending in ([], [*vocabulary.end_tokens()])
         if ending and (len(written) >= length or len(ending) == len(options)):
-            return text_of(model, written)
+            return text_of(written, vocabulary).decode()
         options = [token for token in options if token not in ending]
-        closing = [token for token in options if model.piece(token) in {b'"', b"}", b"]", b")", b"null", b"n"}]
+        closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]", b")", b"null", b"n"}]
         written.append(generator.choice(closing if closing and len(written) >= length else options))
     raise AssertionError("The answer does not end.")
 
@@ -125,6 +92,7 @@ def check_expression(text: str) -> None:
     assert re.fullmatch(r"x([+*]x)*", text)
 
 
+COMPILER = GrammarCompiler(WORDS)
 CHECKS: dict[str, Callable[[str], None]] = {
     "person": lambda text: jsonschema.validate(json.loads(text), PERSON),
     "object": lambda text: jsonschema.validate(json.loads(text), {"type": "object"}),
@@ -139,45 +107,58 @@ def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
     return compiler.json_schema(PERSON if name == "person" else {"type": "object"})
 
 
-def test_sampled_answer_matches_its_grammar(compilers: Compilers) -> None:
-    for model, compiler in compilers.values():
+def test_sampled_answer_matches_its_grammar(tmp_path: Path) -> None:
+    for architecture in ARCHITECTURES:
+        write_tiny(tmp_path / architecture, architecture, "target")
+        model = LlamaModel(tmp_path / architecture)
+        compiler = GrammarCompiler(model)
         for name, check in CHECKS.items():
             constraint = compiled(compiler, name)
-            for seed in range(12):
-                check(sample_answer(constraint.fork(), model, seed).decode())
+            for seed in range(8):
+                check(sample_answer(constraint.fork(), model, seed))
+        character_may_span_tokens_and_must_be_completed(model, compiler)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_mask_depends_on_the_tokens_alone(
-    name: str, data: st.DataObject, compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def character_may_span_tokens_and_must_be_completed(model: LlamaModel, compiler: GrammarCompiler) -> None:
+    constraint = compiler.json_schema({"type": "string", "maxLength": 1})
+    pieces = {model.piece(token): token for token in reversed(range(model.size))}
+    written = [pieces[b'"']]
+    for byte in "🙂".encode():
+        follows = allowed(constraint, written)
+        assert pieces[bytes([byte])] in follows
+        assert len(written) == 1 or pieces[b'"'] not in follows
+        written.append(pieces[bytes([byte])])
+    assert {model.piece(token)[:1] for token in allowed(constraint, written)} == {b'"'}
+
+
+@settings(max_examples=60)
+@given(name=st.sampled_from(list(CHECKS)), data=st.data())
+def test_mask_depends_on_the_tokens_alone(name: str, data: st.DataObject) -> None:
     """Earlier calls do not matter, with longer, shorter, different, ended and forbidden answers."""
-    constraint = compiled(compiler, name)
+    constraint = compiled(COMPILER, name)
     written: list[int] = []
     for _ in range(12):
         mask = constraint.allowed(written)
-        fresh = compiled(compiler, name).allowed(written)
+        fresh = compiled(COMPILER, name).allowed(written)
         assert (mask is None) == (fresh is None)
         if mask is None or fresh is None or data.draw(st.booleans()):
             written = written[: data.draw(st.integers(0, len(written)))]
             continue
         np.testing.assert_array_equal(mask, fresh)
         if data.draw(st.integers(0, 9)) == 0:
-            written = [*written, data.draw(st.integers(0, model.size - 1))]
+            written = [*written, data.draw(st.integers(0, END))]
         else:
             generator = random.Random(data.draw(st.integers(0, 2**32)))
             for _ in range(generator.randint(1, 6)):
                 written = [*written, generator.choice(allowed(constraint, written))]
-                if model.is_end_token(written[-1]):
+                if written[-1] == END:
                     break
 
 
-def test_memory_of_a_long_answer_is_bounded(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_memory_of_a_long_answer_is_bounded() -> None:
     """Masks and layouts are cached for the last positions only; each of these tokens opens another array."""
-    written = in_bytes(model, b"[ " * 500)
-    constraint = compiler.json_schema({"type": "array"})
+    written = [*b"[ " * 500]
+    constraint = COMPILER.json_schema({"type": "array"})
     for ask in (constraint.allowed, partial(constraint.fork().forced, max_tokens=4)):
         tracemalloc.start()
         for length in range(len(written)):
@@ -187,72 +168,70 @@ def test_memory_of_a_long_answer_is_bounded(compiler: GrammarCompiler, model: Ll
         assert memory < 100_000
 
 
-def test_rollback_beyond_the_cached_layouts_forces_the_same_tokens(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
-    text = in_bytes(model, b"[ " * 40 + b"1,\t2 ,\t" * 20)
-    constraint = compiler.json_schema({"type": "array"})
+def test_rollback_beyond_the_cached_layouts_forces_the_same_tokens() -> None:
+    text = [*b"[ " * 40 + b"1,\t2 ,\t" * 20]
+    constraint = COMPILER.json_schema({"type": "array"})
     for length in (len(text), 7, 100, len(text) - 3):
         forced = constraint.forced(text[:length], 4)
-        assert forced == compiler.json_schema({"type": "array"}).forced(text[:length], 4)
+        assert forced == COMPILER.json_schema({"type": "array"}).forced(text[:length], 4)
 
 
-def test_no_mask_after_an_end_token_or_one_that_is_forbidden(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.gbnf('root ::= "a"+')
-    a, b = in_bytes(model, b"ab")
-    for last in (*end_tokens(model), b):
-        assert constraint.allowed([a, last]) is None
-        assert constraint.allowed([a, last, a]) is None
-    assert constraint.allowed([a]) is not None
+def test_no_mask_after_an_end_token_or_one_that_is_forbidden() -> None:
+    constraint = COMPILER.gbnf('root ::= "a"+')
+    for last in (END, ord("b")):
+        assert constraint.allowed([*b"a", last]) is None
+        assert constraint.allowed([*b"a", last, *b"a"]) is None
+    assert constraint.allowed(b"a") is not None
 
 
-def test_end_token_does_not_match_its_name(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.gbnf('root ::= "<|im_end|>" "."')
-    assert not set(end_tokens(model)) & set(allowed(constraint, []))
-    assert accepts(constraint, model, "<|im_end|>.")
+class Spelled(Pieces):
+    """The end token has its name as a text, too."""
+
+    def piece(self, token: int) -> bytes:
+        return self.name(token)
 
 
-def test_answer_is_complete_when_nothing_can_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    text = in_bytes(model, b'{"a": 12}')
+def test_end_token_does_not_match_its_name() -> None:
+    constraint = GrammarCompiler(Spelled(BYTES)).gbnf('root ::= "<end>" "."')
+    assert allowed(constraint, []) == [*b"<"]
+    assert allowed(constraint, b"<end>.") == [256]
+
+
+def test_answer_is_complete_when_nothing_can_follow() -> None:
+    constraint = COMPILER.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    text = b'{"a": 12}'
     assert [constraint.complete(text[:length]) for length in range(len(text) + 1)] == [False] * len(text) + [True]
-    number = compiler.json_schema({"type": "integer"})
-    assert not number.complete(in_bytes(model, b"12"))
-    assert allowed(compiler.gbnf('root ::= ""'), []) == end_tokens(model)
+    assert not COMPILER.json_schema({"type": "integer"}).complete(b"12")
+    assert allowed(COMPILER.gbnf('root ::= ""'), []) == [END]
 
 
-def test_forced_tokens_spell_the_only_text_that_may_follow(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.gbnf('root ::= "{\\"name\\": \\"get_weather\\", " [0-9]+')
-    before = allowed(constraint, [])
-    tokens = constraint.forced([], 50)
-    assert b'{"name": "get_weather", '.startswith(text_of(model, tokens))
-    assert text_of(model, tokens) == b'{"name": "get_weather", '
-    assert constraint.forced([], 2) == tokens[:2]
-    assert allowed(constraint, []) == before
+def check_forced(constraint: Constraint, written: Sequence[int], text: bytes) -> None:
+    """The forced tokens spell this text, are allowed, and leave the constraint as it was."""
+    before = allowed(constraint, written)
+    tokens = constraint.forced(written, 50)
+    assert text_of(tokens) == text
+    assert constraint.forced(written, 2) == tokens[:2]
+    assert allowed(constraint, written) == before
     for position, token in enumerate(tokens):
-        assert token in allowed(constraint, tokens[:position])
-    assert compiler.gbnf("root ::= [0-9]+").forced([], 8) == []
-    assert constraint.forced([end_tokens(model)[0]], 8) == []
+        assert token in allowed(constraint, [*written, *tokens[:position]])
 
 
-def test_forced_whitespace_follows_the_answers_layout(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    text = {"type": "string"}
+def test_forced_tokens_spell_the_only_text_that_may_follow() -> None:
+    constraint = COMPILER.gbnf('root ::= "{\\"name\\": \\"get_weather\\", " [0-9]+')
+    check_forced(constraint, [], b'{"name": "get_weather", ')
+    assert COMPILER.gbnf("root ::= [0-9]+").forced([], 8) == []
+    assert constraint.forced([END], 8) == []
+
+
+def test_forced_whitespace_follows_the_answers_layout() -> None:
     names = ["name", "surname", "address"]
-    constraint = compiler.json_schema({"type": "object", "properties": dict.fromkeys(names, text), "required": names})
-    assert text_of(model, constraint.forced([], 50)) == b"{"
-    indented = in_bytes(model, b'{\n  "name": "x"')
-    before = allowed(constraint, indented)
-    assert b',\n  "surname": "'.startswith(text_of(model, constraint.forced(indented, 50)))
-    assert text_of(model, constraint.forced(indented, 50)) == b',\n  "surname": "'
-    assert allowed(constraint, indented) == before
-    compact = in_bytes(model, b'{"name":"x"')
-    assert b',"surname":"'.startswith(text_of(model, constraint.forced(compact, 50)))
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
+    constraint = COMPILER.json_schema(schema)
+    check_forced(constraint, [], b"{")
+    check_forced(constraint, b'{\n  "name": "x"', b',\n  "surname": "')
+    check_forced(constraint, b'{"name":"x"', b',"surname":"')
     # A layout that differs from the predicted one: nothing is forced.
-    assert constraint.forced([*indented, *in_bytes(model, b",\t")], 50) == []
-    assert constraint.forced(indented, 2) == constraint.forced(indented, 50)[:2]
-    forced = constraint.forced(indented, 50)
-    for position, token in enumerate(forced):
-        assert token in allowed(constraint, [*indented, *forced[:position]])
+    check_forced(constraint, b'{\n  "name": "x",\t', b"")
 
 
 def chunks(text: str) -> Pieces:
@@ -264,20 +243,6 @@ def test_forced_tokens_do_not_need_single_byte_tokens() -> None:
     text = '"25 bytes are 5 tokens."'
     constraint = GrammarCompiler(chunks(text)).json_schema({"const": json.loads(text)})
     assert constraint.forced([], 50) == [0, 1, 2, 3, 4]
-
-
-def test_character_may_span_tokens_and_must_be_completed(compilers: Compilers) -> None:
-    for architecture in ARCHITECTURES:
-        model, compiler = compilers[architecture]
-        constraint = compiler.json_schema({"type": "string", "maxLength": 1})
-        pieces = {model.piece(token): token for token in reversed(range(model.size))}
-        quote = pieces[b'"']
-        bytes_of = [pieces[bytes([byte])] for byte in "🙂".encode()]
-        for length in range(1, 4):
-            follows = allowed(constraint, [quote, *bytes_of[:length]])
-            assert bytes_of[length] in follows
-            assert quote not in follows
-        assert {model.piece(token)[:1] for token in allowed(constraint, [quote, *bytes_of])} == {b'"'}
 
 
 def balanced(text: str) -> bool:
@@ -318,50 +283,48 @@ EXACT: list[tuple[str, str, Callable[[str], bool]]] = [
     ("root ::= [\\]\\\\\\x41\\u0042\\-]", "]\\AB-C", lambda t: t in {"]", "\\", "A", "B", "-"}),
     ('root ::= "\\"" "\\\\" # "x"\n\n#end', '"\\x', lambda t: t == '"\\'),
     ('root ::= (\n "a" |\n  "b"\n) Item-1\nItem-1 ::= "c"', "abc", lambda t: t in {"ac", "bc"}),
+    ('root ::= "a"{1000000} | "b" x\nx ::= [^]', "ab", lambda t: len(t) == 2 and t[0] == "b"),
 ]
 
 
-def test_grammar_accepts_exactly_its_language(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_grammar_accepts_exactly_its_language() -> None:
     """All texts of up to five characters; longest-match lexing would reject some of the right ones."""
     for grammar, alphabet, matches in EXACT:
-        constraint = compiler.gbnf(grammar)
+        constraint = COMPILER.gbnf(grammar)
         for length in range(6):
             for letters in product(alphabet, repeat=length):
                 text = "".join(letters)
-                assert accepts(constraint, model, text) == matches(text), repr(text)
+                assert accepts(constraint, text) == matches(text), repr(text)
 
 
 UNUSABLE: list[Any] = [
-    ("", "no rule 'root'"),
+    ("", "'root' is not defined"),
     ("root ::= x", "'x' is not defined"),
-    ('root ::= "a', "line 1 cannot be read"),
-    ('root ::= "a"\nroot ::= "b"', "line 2 begins no new rule"),
-    ('root ::= ("a"', "not closed"),
-    ('root ::= "a")', "line 1 closes a parenthesis"),
-    ('root ::= *"a"', "line 1 repeats nothing"),
-    ('root ::= "a"*+', "line 1 repeats nothing"),
-    ('root ::= "a" x ::= "b"', "line 1 begins no new rule"),
-    ("root ::= []", "empty set of characters"),
-    ("root ::= [z-a]", "ends before it begins"),
-    ('root ::= "\\q"', "escape"),
-    ('root ::= "\\uD800"', "escape"),
-    ('root ::= "\\UFFFFFFFF"', "escape"),
+    ('root ::= "a\n"', "line 1 cannot be read"),
+    ('root ::= "a"\n\nroot ::= "b"', "line 3 begins no new rule"),
+    ('root ::= ("a"', r"Expected token '\)'"),
+    ('root ::= "a")', r'at "\)"'),
+    ('root ::= *"a"', r'at "\*"'),
+    ('root ::= "a"*+', r'at "\+"'),
+    ("root ::= []", "line 1 cannot be read"),
+    ("root ::= [z-a]", "the start must be <= the end"),
+    ('root ::= "\\q"', "line 1 cannot be read"),
+    ('root ::= "\\uD800"', "not a Unicode scalar value"),
+    ('root ::= "\\UFFFFFFFF"', "not a Unicode scalar value"),
     ("root ::= root", "no text can follow"),
     ('start: "a"', "line 1"),
     ('%llguidance {}\nstart: "a"', "line 1"),
     ('root ::= "a" <tool>', "line 1"),
-    ('root ::= "x"{1000000}', "more than 2000 times"),
     ("root ::= " + "(" * 100_000, "longer than"),
     ("root ::= " + chr(34) + "世" * 11_000 + chr(34), "longer than 32 KiB"),
     ("root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000, "too deeply nested"),
-    ("\n".join(f'r{i} ::= "a"' for i in range(600)) + '\nroot ::= "a"', "more than 500 rules"),
     ("root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "a"', "too big"),
 ]
 
 
-def test_unusable_grammar_is_a_one_line_error(compiler: GrammarCompiler) -> None:
+def test_unusable_grammar_is_a_one_line_error() -> None:
     for grammar, reason in UNUSABLE:
-        check_refusal(compiler.gbnf, grammar, reason, "grammar")
+        check_refusal(COMPILER.gbnf, grammar, reason, "grammar")
 
 
 def check_refusal(compile_one: Callable[[Any], Constraint], text: Any, reason: str, param: str) -> None:
@@ -438,9 +401,8 @@ UNSUPPORTED: list[Any] = [
     ({"enum": [{"a": ["b\x7f"]}]}, "holds a control character"),
     ({"type": "string", "pattern": r"^a\u007f?b$"}, "holds a control character"),
     ({"type": "string", "pattern": r"^[\x0b]b$"}, "holds a control character"),
-    ({"allOf": [{}], "items": [{}], "additionalItems": {"type": "null"}}, "'additionalItems' beside other subschemas"),
     (nested(5_000), "too deeply nested|too deep"),
-    (nested(61), "too deeply nested"),
+    (nested(100), "too deeply nested"),
     (chain(4_500), "more than 4000 subschemas"),
     # Each subschema would keep the name, in four bytes a character.
     ({"properties": {"\U0001f600" * 5_000: {}}}, "names of its nested properties are too long"),
@@ -454,14 +416,14 @@ UNSUPPORTED: list[Any] = [
 ]
 
 
-def test_unsupported_schema_is_a_one_line_error(compiler: GrammarCompiler) -> None:
+def test_unsupported_schema_is_a_one_line_error() -> None:
     for schema, reason in UNSUPPORTED:
-        check_refusal(compiler.json_schema, schema, reason, "response_format")
+        check_refusal(COMPILER.json_schema, schema, reason, "response_format")
 
 
-def test_deepest_accepted_schemas_do_not_crash(compiler: GrammarCompiler) -> None:
+def test_deepest_accepted_schemas_do_not_crash() -> None:
     for schema in [nested(29), chain(1_900), {"const": json.loads("[" * 100 + "]" * 100)}]:
-        assert compiler.json_schema(schema).allowed([]) is not None
+        assert COMPILER.json_schema(schema).allowed([]) is not None
 
 
 ACCEPTED: list[Any] = [
@@ -481,6 +443,7 @@ ACCEPTED: list[Any] = [
         ['{"a":2}'],
     ),
     ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
+    ({"allOf": [{}], "items": [{}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2]"], ["[1, 3]"]),
     ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
     ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
     ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
@@ -529,85 +492,68 @@ ACCEPTED: list[Any] = [
 ]
 
 
-def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft() -> None:
     for schema, valid, invalid in ACCEPTED:
-        constraint = compiler.json_schema(schema)
-        assert all(accepts(constraint, model, text) for text in valid)
-        assert not any(accepts(constraint, model, text) for text in invalid)
+        constraint = COMPILER.json_schema(schema)
+        assert all(accepts(constraint, text) for text in valid)
+        assert not any(accepts(constraint, text) for text in invalid)
 
 
-def test_whitespace_inside_json_is_free_but_bounded(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.json_schema({"type": "object"})
-    assert accepts(constraint, model, '{\n  "a" : [1,\t2]\r\n}')
-    assert not accepts(constraint, model, "{" + " " * 41 + "}")
-    assert not accepts(constraint, model, " {}")
-    assert not accepts(constraint, model, "{} ")
+def test_whitespace_inside_json_is_free_but_bounded() -> None:
+    constraint = COMPILER.json_schema({"type": "object"})
+    assert accepts(constraint, '{\n  "a" : [1,\t2]\r\n}')
+    assert not accepts(constraint, "{" + " " * 41 + "}")
+    assert not accepts(constraint, " {}")
+    assert not accepts(constraint, "{} ")
 
 
-def test_grammar_that_becomes_too_costly_fails_there_and_not_before(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_grammar_that_becomes_too_costly_fails_there_and_not_before() -> None:
     steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
-    constraint = compiler.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
+    constraint = COMPILER.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
     before = allowed(constraint, [])
     for _ in range(2):
         with pytest.raises(ConstraintError, match="cannot be followed further"):
-            constraint.allowed(in_bytes(model, b"a" * 200))
+            constraint.allowed(b"a" * 200)
         assert allowed(constraint, []) == before
 
 
-def test_ambiguous_grammar_fails_before_its_masks_take_long(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
     """A text of n characters has more than 2 to the n parses: the time of a mask grows with the cube of n."""
-    constraint = compiler.gbnf('root ::= root root | root root root | "a"')
+    constraint = COMPILER.gbnf('root ::= root root | root root root | "a"')
     with pytest.raises(ConstraintError, match="cannot be followed further"):
-        compute_masks(constraint, in_bytes(model, b"a" * 200))
+        compute_masks(constraint, b"a" * 200)
 
 
-def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(
-    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.002)  # a few hundred masks
-    compiler = GrammarCompiler(model)
-    constraint, other_request = compiler.gbnf(EXPRESSION), compiler.gbnf(EXPRESSION)
+    constraint, other_request = COMPILER.gbnf(EXPRESSION), COMPILER.gbnf(EXPRESSION)
     other_answer = constraint.fork()
-    with pytest.raises(ConstraintError, match="takes too much time"):
-        compute_masks(constraint, in_bytes(model, b"x" + b"+x" * 5_000))
-    with pytest.raises(ConstraintError, match="takes too much time"):
-        other_answer.allowed([])
+    for answer in (constraint, other_answer):
+        with pytest.raises(ConstraintError, match="takes too much time"):
+            compute_masks(answer, b"x" + b"+x" * 5_000)
     assert allowed(other_request, [])
 
 
-def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model)
-    constraint = compiler.gbnf(EXPRESSION)
-    x = in_bytes(model, b"x")
+def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round() -> None:
+    compiler = GrammarCompiler(WORDS)
+    constraint, other = compiler.gbnf(EXPRESSION), compiler.json_schema({"type": "object"})
     before = allowed(constraint, [])
     compiler.begin_round(0)
     assert allowed(constraint, []) == before
-    for ask in (
-        constraint.allowed,
-        compiler.json_schema({"type": "object"}).allowed,
-        lambda text: constraint.forced(text, 4),
-    ):
+    for ask in (constraint.allowed, other.allowed, partial(constraint.forced, max_tokens=4)):
         with pytest.raises(MaskDeferred):
-            ask(x)
+            ask(b"x")
     compiler.begin_round(10)
-    assert allowed(constraint, x) == allowed(compiler.gbnf(EXPRESSION), x)
+    assert allowed(constraint, b"x") == allowed(COMPILER.gbnf(EXPRESSION), b"x")
 
 
-def test_end_of_an_answer_is_known_in_a_round_without_time(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model)
+def test_end_of_an_answer_is_known_in_a_round_without_time() -> None:
+    compiler = GrammarCompiler(WORDS)
     constraint = compiler.gbnf('root ::= "ab" "c"?')
-    a, b, c = in_bytes(model, b"abc")
     compiler.begin_round(0)
-    assert [constraint.complete(text) for text in ([a], [a, b], [a, b, c], [a, b], [b], [a, b, c])] == [
-        *(False, False, True),
-        *(False, False, True),
-    ]
+    assert [text for text in (b"a", b"ab", b"abc", b"ab", b"b", b"abc") if constraint.complete(text)] == [b"abc"] * 2
     compiler.begin_round(10)
-    assert c in allowed(constraint, [a, b])
+    assert ord("c") in allowed(constraint, b"ab")
 
 
 def test_dead_end_concerns_only_what_leads_to_it() -> None:
@@ -615,41 +561,34 @@ def test_dead_end_concerns_only_what_leads_to_it() -> None:
     compiler = GrammarCompiler(chunks("1....2....3....4...."))
     constraint = compiler.gbnf('root ::= "1...." ("2...." "b" | "3....") "4...."')
     other_answer = constraint.fork()
-    before = allowed(constraint, [0])
     for _ in range(2):
+        assert allowed(constraint, [0]) == allowed(other_answer, [0]) == [1, 2]
         with pytest.raises(ConstraintError, match="no text can follow"):
             constraint.allowed([0, 1])
         assert not constraint.complete([0, 1])
-        assert allowed(constraint, [0]) == before == [1, 2]
         assert allowed(constraint, [0, 2]) == allowed(other_answer, [0, 2]) == [3]
-        assert allowed(compiler.gbnf('root ::= "1...." ("2...." "b" | "3....") "4...."'), [0]) == before
 
 
-def test_mask_that_takes_longer_than_a_round_is_an_error(model: LlamaModel) -> None:
-    compiler = GrammarCompiler(model)
-    constraint = compiler.gbnf(EXPRESSION)
+def test_mask_that_takes_longer_than_a_round_is_an_error() -> None:
+    compiler = GrammarCompiler(WORDS)
     compiler.begin_round(1e-9)
     with pytest.raises(ConstraintError, match="takes too much time"):
-        constraint.allowed([])
+        compiler.gbnf(EXPRESSION).allowed([])
 
 
 COSTLY = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
 def sample_until_error(constraint: Constraint, written: list[int]) -> None:
-    """Append uniformly sampled allowed tokens."""
-    rng = np.random.default_rng(0)
+    """Append sampled allowed tokens, but never the one that ends the costly part."""
+    generator = random.Random(0)
     for _ in range(900):
-        mask = constraint.allowed(written)
-        assert mask is not None
-        written.append(int(rng.choice(np.flatnonzero(mask))))
+        written.append(generator.choice([token for token in allowed(constraint, written) if token != ord("z")]))
 
 
-def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks_but_not_for_the_next_request(
-    compiler: GrammarCompiler, model: LlamaModel
-) -> None:
+def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks_but_not_for_the_next_request() -> None:
     """Copies in llguidance share a budget; a copy that finds it exhausted rejects every token without an error."""
-    constraint = compiler.gbnf(COSTLY)
+    constraint = COMPILER.gbnf(COSTLY)
     other_answer = constraint.fork()
     written: list[int] = []
     with pytest.raises(ConstraintError):
@@ -658,46 +597,21 @@ def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks_but_not_for_the
         for prefix in (written[:3], []):
             with pytest.raises(ConstraintError):
                 other.allowed(prefix)
-    assert compiler.gbnf(COSTLY).allowed(in_bytes(model, b"aaa")) is not None
+    assert COMPILER.gbnf(COSTLY).allowed(b"aaa") is not None
 
 
-def test_grammar_is_compiled_once_and_eight_are_cached(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_one, compiled = llguidance.LLMatcher, []
-
-    def counting(*arguments: Any, **options: Any) -> llguidance.LLMatcher:
-        compiled.append(arguments)
-        return compile_one(*arguments, **options)
-
-    monkeypatch.setattr(llguidance, "LLMatcher", counting)
-    compiler = GrammarCompiler(model)
+def test_grammar_is_compiled_once_and_eight_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_one = Mock(wraps=llguidance.LLMatcher)
+    monkeypatch.setattr(llguidance, "LLMatcher", compile_one)
+    compiler = GrammarCompiler(WORDS)
     first, second = (compiler.json_schema(PERSON) for _ in range(2))
-    assert sample_answer(first, model, 1) == sample_answer(second, model, 1)
-    assert len(compiled) == 1
-    for number in range(8):
+    assert sample_answer(first, WORDS, 1) == sample_answer(second, WORDS, 1)
+    assert compile_one.call_count == 1
+    for number in [*range(8), *range(8)]:
         compiler.gbnf(f'root ::= "{number}"')
-    for number in range(8):
-        compiler.gbnf(f'root ::= "{number}"')
-    assert len(compiled) == 9
+    assert compile_one.call_count == 9
     compiler.json_schema(PERSON)
-    assert len(compiled) == 10
-
-
-class Panic(BaseException):
-    """Like those of a Rust library, which are no `Exception`."""
-
-
-def test_a_failure_of_the_compiler_keeps_its_cause(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cause = Panic("index out of bounds")
-
-    def failing(*_arguments: Any, **_options: Any) -> None:
-        raise cause
-
-    compiler = GrammarCompiler(model)
-    compiler.prepare()
-    monkeypatch.setattr(llguidance, "LLMatcher", failing)
-    with pytest.raises(RuntimeError, match="compiler of grammars has failed") as raised:
-        compiler.gbnf('root ::= "a"')
-    assert raised.value.__cause__ is cause
+    assert compile_one.call_count == 10
 
 
 def test_grammar_without_recursion_is_one_lexeme() -> None:
@@ -715,32 +629,32 @@ EXPRESSIONS: list[Any] = [
 ]
 
 
-def test_a_regular_expression_matches_the_whole_answer(compiler: GrammarCompiler, model: LlamaModel) -> None:
+def test_a_regular_expression_matches_the_whole_answer() -> None:
     for pattern, matched, others in EXPRESSIONS:
-        constraint = compiler.regex(pattern)
-        assert [text for text in [*matched, *others] if accepts(constraint, model, text)] == matched
+        constraint = COMPILER.regex(pattern)
+        assert [text for text in [*matched, *others] if accepts(constraint, text)] == matched
 
 
-def test_a_regular_expression_that_is_invalid_or_too_large_is_a_400(compiler: GrammarCompiler) -> None:
+def test_a_regular_expression_that_is_invalid_or_too_large_is_a_400() -> None:
     for pattern in ["(", "abc" * 50_000, r"(?=a)", "(" * 9999 + ")" * 9999, "[", "*", "\\"]:
         with pytest.raises(RequestError, match="The regular expression cannot be used") as caught:
-            compiler.regex(pattern)
+            COMPILER.regex(pattern)
         assert (caught.value.status, caught.value.param) == (400, "regex")
 
 
-def test_a_regular_expression_cannot_end_its_own_rule(compiler: GrammarCompiler, model: LlamaModel) -> None:
-    constraint = compiler.regex('a/\n| "b"\nx: /')
-    assert not accepts(constraint, model, "b")
-    assert accepts(constraint, model, "a/\n")
+def test_a_regular_expression_cannot_end_its_own_rule() -> None:
+    constraint = COMPILER.regex('a/\n| "b"\nx: /')
+    assert not accepts(constraint, "b")
+    assert accepts(constraint, "a/\n")
 
 
-def test_nothing_may_be_spelled_as_the_opposite_of_anything(compiler: GrammarCompiler) -> None:
+def test_nothing_may_be_spelled_as_the_opposite_of_anything() -> None:
     """As zod-to-json-schema spells optional members of unions."""
     for nothing in [False, {"not": {}}, {"not": True}]:
         schema = {"anyOf": [nothing, {"const": "a"}]}
         spelled = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": nothing}
         same = {"type": "object", "properties": {"a": {"const": "a"}}, "required": ["a"], "additionalProperties": False}
-        first, second = (compiler.json_schema(written).allowed([]) for written in (spelled, same))
+        first, second = (COMPILER.json_schema(written).allowed([]) for written in (spelled, same))
         assert first is not None
         assert second is not None
         assert (first == second).all()

@@ -79,56 +79,36 @@ def test_cores_are_configured_as_text_a_list_or_a_number() -> None:
             handler(wrong)
 
 
-@pytest.fixture(params=[1, 2])
-def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
-    """A process in a cgroup of this version, on a machine with 8 GiB available."""
-    lines = {1: f"4:cpu,cpuacct:/{GROUP}\n5:memory:/{GROUP}\n", 2: f"0::/{GROUP}\n"}
+@pytest.fixture(params=PLACES)
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The process's own cgroup or one above, on a machine with 8 GiB available."""
     read = Path.read_text
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
     monkeypatch.setattr(
         Path,
         "read_text",
-        lambda self, **options: lines[request.param] if self == Path("/proc/self/cgroup") else read(self, **options),
+        lambda self, **options: f"0::/{GROUP}\n" if self == Path("/proc/self/cgroup") else read(self, **options),
     )
-    return int(request.param)
-
-
-def write(directory: Path, **files: object) -> None:
+    directory: Path = tmp_path / request.param
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (directory / name.replace("__", ".")).write_text(f"{text}\n")
+    return directory
 
 
-def write_memory(root: Path, version: int, place: str, *, limit: object, used: int, cached: int) -> None:
-    if version == 2:
-        statistics = f"active_file {cached}\ninactive_file {cached}\nother 9"
-        write(root / place, memory__max=limit, memory__current=used, memory__stat=statistics)
-    else:
-        # Version 1 counts what groups below take under names of their own.
-        statistics = f"active_file 0\ninactive_file 0\ntotal_active_file {cached}\ntotal_inactive_file {cached}"
-        files = {"memory__limit_in_bytes": limit, "memory__usage_in_bytes": used, "memory__stat": statistics}
-        write(root / "memory" / place, **files)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(version: int, tmp_path: Path, place: str) -> None:
+def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(group: Path) -> None:
     for granted, expected in (("max", None), ("150000", 1.5)):
-        if version == 2:
-            write(tmp_path / place, cpu__max=f"{granted} 100000")
-        else:
-            quota_us = "-1" if granted == "max" else granted
-            write(tmp_path / "cpu" / place, cpu__cfs_quota_us=quota_us, cpu__cfs_period_us="100000")
+        (group / "cpu.max").write_text(f"{granted} 100000\n")
         assert quota() == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(version: int, tmp_path: Path, place: str) -> None:
+def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(group: Path) -> None:
     assert free_memory() == 8 * GIB
-    unlimited = 9223372036854771712 if version == 1 else "max"
-    write_memory(tmp_path, version, place, limit=unlimited, used=GIB, cached=0)
-    assert free_memory() == 8 * GIB
-    write_memory(tmp_path, version, place, limit=4 * GIB, used=3 * GIB, cached=GIB // 4)
-    assert free_memory() == GIB + GIB // 2
-    write_memory(tmp_path, version, place, limit=GIB, used=2 * GIB, cached=0)
-    assert free_memory() == 0
+    for limit, used, cached, free in (
+        ("max", GIB, 0, 8 * GIB),
+        (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2),
+        (GIB, 2 * GIB, 0, 0),
+    ):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"active_file {cached}\ninactive_file {cached}\nother 9\n")
+        assert free_memory() == free

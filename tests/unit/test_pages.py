@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from result_tables import RESULTS, read_results
+from charts import RESULTS
 from specserve.cli.paths import PROJECT
-from tables import PAGE, page
+from tables import PAGE, page, read_results
 
 PARTS = ("handler", "tests", "benchmarks", "config")
 PAGES = [*PROJECT.glob("*.md"), *(path for part in (".github", *PARTS) for path in (PROJECT / part).rglob("*.md"))]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
 from specserve.api.incoming import Incoming
 from specserve.api.parser import LONG_BODY, Parser
 from specserve.api.response import Response
+from specserve.errors import RequestError
 
 MIB = 2**20
 
@@ -32,9 +32,6 @@ class Routes:
         self.parsed.append(incoming.request_id)
         return Response()
 
-    def refusal(self, _route: str, error: Any) -> Response:
-        return Response.refusal(error)
-
 
 @pytest.fixture
 def routes() -> Routes:
@@ -52,10 +49,13 @@ def begin(parser: Parser, name: str, *, size: int = 10) -> None:
 
 
 def statuses(parser: Parser, routes: Routes) -> dict[str, int]:
+    """The status of each request, once all are parsed."""
     routes.may_begin.set()
     taken: dict[str, int] = {}
     while len(parser._parsing):
-        taken |= {name: parsing.response.result().status for name, parsing in parser.take(idle=True).items()}
+        for name, parsing in parser.take(idle=True).items():
+            error = parsing.response.exception()
+            taken[name] = error.status if isinstance(error, RequestError) else 200
     return taken
 
 

@@ -3,125 +3,79 @@
 from __future__ import annotations
 
 import sys
-import textwrap
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import peer_engines
+import streaming_server
 from charts import best_settings
 from common import Row, Task
 from peer_engines import DRAFT, ENGINES, SETTINGS, Engine, Job
 from peers import QUICK_SETTINGS, answer_in_turn, summarise
-from servers import ServerProcess, stream
+from servers import stream
 from specserve.errors import EnvironmentFailure
 
 TASK = Task("code", "hello", "Hello", 4)
-# Streams the prompt and its own last options, one word per chunk.
-SERVER = """
-    import json, sys
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(500 if "broken" in sys.argv else 200)
-            self.end_headers()
-            for word in [body["prompt"], " ", *sys.argv[1:-2]]:
-                self.wfile.write(b"data: " + json.dumps({"choices": [{"text": word}]}).encode() + b"\\n\\n")
-            last = {"choices": [], "usage": {"completion_tokens": 7}}
-            self.wfile.write(b"data: " + json.dumps(last).encode() + b"\\n\\n")
-
-        def log_message(self, *_):
-            pass
-
-    HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
-"""
+JOB = Job(Path("target.gguf"), Path("draft.gguf"), threads=2, slots=1, context_length=64)
 
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An engine "fake" whose settings are options of SERVER; "dead" exits at once and "missing" cannot be built."""
+    """An engine "fake" that streams its options; "dead" exits at once and "missing" cannot be built."""
 
-    def missing(_: Job) -> list[str | Path]:
+    def missing() -> Path:
         raise EnvironmentFailure("cmake is not on PATH")
 
-    server: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER)]
+    def program(text: str) -> Callable[[], Path]:
+        path = tmp_path / f"program{len([*tmp_path.iterdir()])}"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return lambda: path
+
+    # Without the options that every server has: -m and four sizes.
+    server = program(f'shift 10; exec "{sys.executable}" "{streaming_server.__file__}" "$@"')
     settings = {"plain": (), "draft 3": ("--draft", DRAFT), "broken": ("broken",)}
-    monkeypatch.setitem(ENGINES, "fake", Engine(lambda _: server, settings))
-    dead: list[str | Path] = [sys.executable, "-c", "raise SystemExit('no such instruction')"]
-    monkeypatch.setitem(ENGINES, "dead", Engine(lambda _: dead, {"plain": ()}))
-    monkeypatch.setitem(ENGINES, "missing", Engine(missing, {"plain": ()}))
+    monkeypatch.setitem(ENGINES, "fake", Engine(server, (), settings))
+    monkeypatch.setitem(ENGINES, "dead", Engine(program("echo no such instruction; exit 1"), (), {"plain": ()}))
+    monkeypatch.setitem(ENGINES, "missing", Engine(missing, (), {"plain": ()}))
     monkeypatch.setattr(peer_engines, "PEERS", tmp_path)
 
 
-def job(draft: str | None = "draft.gguf") -> Job:
-    return Job(Path("target.gguf"), Path(draft) if draft else None, threads=2, slots=1, context_length=64)
-
-
 @pytest.mark.usefixtures("fake_engine")
-def test_engines_that_cannot_be_built_or_started_are_reported() -> None:
+def test_servers_answer_in_turns_and_those_that_fail_are_reported() -> None:
+    names = ["missing plain", "fake plain", "dead plain", "fake draft 3", "fake broken"]
     with ExitStack() as stack:
-        names = ["missing plain", "fake plain", "dead plain"]
-        processes, failures = peer_engines.start(stack, job(), names)
-        assert list(processes) == ["fake plain"]
-        assert failures["missing plain"] == "cmake is not on PATH"
-        assert "no such instruction" in failures["dead plain"]
-
-
-@pytest.mark.usefixtures("fake_engine")
-def test_draft_models_path_is_inserted_into_the_options() -> None:
-    assert peer_engines.command(job(), "fake draft 3")[-2:] == ["--draft", "draft.gguf"]
-    with pytest.raises(EnvironmentFailure, match="no draft model"):
-        peer_engines.command(job(draft=None), "fake draft 3")
-
-
-@pytest.mark.usefixtures("fake_engine")
-def test_servers_answer_in_turns_and_a_failing_one_ends_the_run() -> None:
-    with ExitStack() as stack:
-        processes, failures = peer_engines.start(stack, job(), ["fake plain", "fake draft 3", "fake broken"])
-        assert not failures
-        plain, drafting, broken = (process.endpoint(name) for name, process in processes.items())
+        (plain, drafting, broken), failures = peer_engines.start(stack, JOB, names)
         answers = answer_in_turn([plain, drafting], TASK)
+        streamed = stream(plain, "Hello", 4)
         with pytest.raises(SystemExit, match=r"fake broken.*500"):
             answer_in_turn([plain, broken], TASK)
+    assert failures[0] == "missing plain did not run: cmake is not on PATH"
+    assert "no such instruction" in failures[1]
     assert answers["fake plain"]["text"] == "Hello "
     assert answers["fake draft 3"]["text"] == "Hello --draftdraft.gguf"
-    for answer in answers.values():
-        assert answer["tokens"] == 7
-        assert 0 < answer["prompt_seconds"] < 10
+    assert all(answer["tokens"] == streaming_server.TOKENS for answer in answers.values())
+    assert all(0 < answer["prompt_seconds"] < 10 for answer in answers.values())
+    assert (streamed.error, streamed.tokens, len(streamed.chunks)) == (None, streaming_server.TOKENS, 2)
 
 
-def test_last_chunk_gives_the_number_of_tokens() -> None:
-    with ExitStack() as stack:
-        arguments: list[str | Path] = [sys.executable, "-c", textwrap.dedent(SERVER), "one", "two"]
-        process = ServerProcess(arguments, Path("/dev/null"))
-        stack.callback(process.stop)
-        process.wait_ready()
-        answer = stream(process.endpoint("fake"), "Hello", 4)
-    assert answer.error is None
-    assert (answer.text, answer.tokens, len(answer.chunks)) == ("Hello onetwo", 7, 4)
-
-
-def a_result(tokens: int, seconds: float, prompt_seconds: float, text: str) -> Row:
-    return {
-        "text": text,
-        "tokens": tokens,
-        "seconds": seconds,
-        "prompt_seconds": prompt_seconds,
-    }
+@pytest.mark.usefixtures("fake_engine")
+def test_a_draft_setting_needs_a_draft_model() -> None:
+    without = Job(JOB.target, None, threads=2, slots=1, context_length=64)
+    with pytest.raises(EnvironmentFailure, match="no draft model"):
+        peer_engines.command(without, "fake draft 3")
 
 
 def test_ratio_compares_answers_to_the_same_prompt() -> None:
+    def answer(tokens: int, seconds: float, prompt_seconds: float, text: str) -> Row:
+        return {"text": text, "tokens": tokens, "seconds": seconds, "prompt_seconds": prompt_seconds}
+
     pairs = [
-        (a_result(11, 1.0, 1.0, "a"), a_result(21, 1.0, 2.0, "a")),
-        (a_result(21, 2.0, 1.0, "b"), a_result(21, 1.0, 1.0, "c")),
+        (answer(11, 1.0, 1.0, "a"), answer(21, 1.0, 2.0, "a")),
+        (answer(21, 2.0, 1.0, "b"), answer(21, 1.0, 1.0, "c")),
     ]
     row = summarise("code", "llama-server draft 3", pairs)
     assert (row["ratio"], row["same_text"]) == (2.0, 1)
@@ -130,29 +84,23 @@ def test_ratio_compares_answers_to_the_same_prompt() -> None:
 
 
 def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
-    def row(family: str, mode: str, ratio: float) -> dict[str, Any]:
-        return {"family": family, "mode": mode, "ratio": ratio}
-
     rows = [
-        row("code", "llama-server plain", 1.0),
-        row("code", "llama-server draft 3", 1.4),
-        row("prose", "llama-server plain", 1.0),
-        row("prose", "llama-server draft 3", 0.8),
-        row("code", "specserve fixed 3", 2.5),
-        row("code", "specserve adaptive", 2.0),
+        ("code", "llama-server plain", 1.0),
+        ("code", "llama-server draft 3", 1.4),
+        ("prose", "llama-server plain", 1.0),
+        ("prose", "llama-server draft 3", 0.8),
+        ("code", "specserve fixed 3", 2.5),
+        ("code", "specserve adaptive", 2.0),
     ]
-    assert [(row["family"], row["mode"], row["ratio"]) for row in best_settings(rows)] == [
+    best = best_settings([{"family": family, "mode": mode, "ratio": ratio} for family, mode, ratio in rows])
+    assert [(row["family"], row["mode"], row["ratio"]) for row in best] == [
         ("code", "specserve", 2.0),
         ("code", "llama-server, its best setting", 1.4),
         ("prose", "llama-server, its best setting", 1.0),
     ]
 
 
-def test_compared_settings_exist() -> None:
+def test_compared_settings_exist_and_what_is_built_is_pinned() -> None:
     assert set(QUICK_SETTINGS) <= set(SETTINGS)
-
-
-def test_built_packages_are_pinned_with_hashes() -> None:
-    for name in (peer_engines.LLAMA, peer_engines.IK):
-        (entry,) = [entry for entry in peer_engines._locked_packages() if entry.startswith(f"{name}==")]
-        assert "--hash=sha256:" in entry
+    for package in (peer_engines.LLAMA, peer_engines.IK):
+        assert "--hash=sha256:" in peer_engines.locked(package)

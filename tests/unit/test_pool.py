@@ -1,4 +1,4 @@
-"""How many tokens the KV caches hold: by what the operator writes, what the model was trained with, what is free."""
+"""How much the KV caches and the store of prefixes hold: what the operator writes, the model can use, and is free."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from specserve.config import HandlerConfig, parse_handler
+from specserve.core import loading
+from specserve.core.loading import open_store
 from specserve.core.pool import fitted
 from specserve.errors import ConfigError, ModelLoadError
 
@@ -100,3 +102,23 @@ def test_in_8_bits_more_tokens_fit() -> None:
 def test_a_cache_smaller_than_a_sequence_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"my\.yaml: .*`cache_tokens` may not be less than `context_length`"):
         config(context_length=4096, cache_tokens=2048)
+
+
+def test_prefixes_may_fill_a_quarter_of_what_is_available_or_what_the_operator_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cases: list[tuple[int, int | None, dict[str, int], str]] = [
+        (400 << 20, 28672, {}, "100 MiB of host memory keep prefixes: 3657 tokens"),
+        (400 << 20, 28672, {"prefix_cache_mib": 64}, "64 MiB of host memory"),
+        (0, 28672, {}, ""),
+        (400 << 20, 28672, {"prefix_cache_mib": 0}, ""),
+        (400 << 20, None, {"prefix_cache_mib": 64}, ""),
+    ]
+    for free, token_bytes, keys, sentence in cases:
+        caplog.clear()
+        monkeypatch.setattr(loading, "free_memory", lambda free=free: free)
+        models: Any = SimpleNamespace(target=SimpleNamespace(engine=SimpleNamespace(token_bytes=token_bytes)))
+        with caplog.at_level("INFO"):
+            open_store(config(**keys), models)
+        assert sentence in caplog.text
+        assert bool(sentence) == bool(caplog.text)

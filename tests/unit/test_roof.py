@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from kernel_products import SUPPORTED_VARIANTS
 from roof import SOURCE, measure_roof
 from specserve.engine.kernels import VARIANTS
-from specserve.errors import EnvironmentFailure
 
 
 def test_bandwidth_and_product_rate_are_those_of_a_real_machine() -> None:
@@ -20,10 +15,3 @@ def test_bandwidth_and_product_rate_are_those_of_a_real_machine() -> None:
 
 def test_every_variant_of_our_kernels_has_a_roof() -> None:
     assert all(f'{{"{variant}", ' in SOURCE.read_text() for variant in VARIANTS)
-
-
-def test_a_source_that_cannot_be_built_is_one_sentence(tmp_path: Path) -> None:
-    broken = tmp_path / "roof.cpp"
-    broken.write_text("int broken(")
-    with pytest.raises(EnvironmentFailure, match=f"refuses {broken}: .*error"):
-        measure_roof(1, "avx2", source=broken)

@@ -11,8 +11,6 @@ from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, Match, Th
 
 
 class Text(NamedTuple):
-    """More of the answer's text."""
-
     text: str
 
 
@@ -24,9 +22,9 @@ class Reasoning(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The beginning of a tool call: its index in the answer, its id, and the tool's name."""
+    """The beginning of a tool call."""
 
-    index: int
+    index: int  # in the answer
     id: str
     name: str
 
@@ -35,7 +33,7 @@ class Call:
 class Arguments:
     """More of the JSON text of a call's arguments."""
 
-    index: int
+    index: int  # of the call
     text: str
 
 
@@ -48,11 +46,8 @@ class AnswerReader:
     Text is held back while it may be the beginning of a call or tag, and whitespace while a call or tag may follow:
     whitespace beside calls and tags is left out.
 
-    Args:
-        forms: in which calls are written; without any, there are none.
-        names: of the tools.
-        thinking: the tags around reasoning, which an answer begins with; None if there is none to read.
-        begun: whether the prompt ends with the first tag.
+    Calls of the tools with these names have one of the forms. Where the model marks its `thinking` by tags, an answer
+    begins with it; `begun` tells whether the prompt ends with the first tag.
     """
 
     def __init__(
@@ -81,16 +76,11 @@ class AnswerReader:
 
     @property
     def is_within_call(self) -> bool:
-        """Whether the arguments of the last call are not complete by now."""
+        """Whether the arguments of the last call are incomplete."""
         return self._read in (self._read_before, self._read_arguments)
 
     def read(self, text: str, *, done: bool) -> list[Part]:
-        """Return what is new.
-
-        Args:
-            text: what was generated since the last call.
-            done: whether it is the last of the answer, so that nothing may be held back.
-        """
+        """Return what is new with a text; nothing may be held back if the answer is `done`."""
         self._held += text
         self._done = done
         parts: list[Part] = []
@@ -117,17 +107,15 @@ class AnswerReader:
     def _read_reasoning(self) -> list[Part] | None:
         """Read the reasoning up to the second tag, or to what may become it."""
         end = self._thinking.end
-        reasoning, found, rest = self._held.partition(end)
-        if found:
-            self.reasoned += len(reasoning) + len(found)
-            self._held, self._read = rest, self._read_gap
-            reasoning = reasoning.rstrip(WHITESPACE)
-        elif not self._done:
-            begun = next((n for n in range(len(end) - 1, 0, -1) if reasoning.endswith(end[:n])), 0)
+        reasoning, found, _ = self._held.partition(end)
+        if not found and not self._done:
+            begun = next(n for n in range(len(end) - 1, -1, -1) if reasoning.endswith(end[:n]))
             reasoning = reasoning[: len(reasoning) - begun].rstrip(WHITESPACE)
-        if not found:
-            self.reasoned += len(reasoning)
-            self._held = self._held[len(reasoning) :]
+        taken = len(reasoning) + len(found)
+        self.reasoned += taken
+        self._held = self._held[taken:]
+        if found:
+            self._read, reasoning = self._read_gap, reasoning.rstrip(WHITESPACE)
         return [Reasoning(reasoning)] if reasoning else [] if found else None
 
     def _read_gap(self) -> list[Part] | None:

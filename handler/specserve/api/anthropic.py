@@ -41,8 +41,6 @@ class AnthropicBody(Body):
 
 
 class ContentBlock(AnthropicBody, Part):
-    """A block of a content: text, thinking, a tool call, or its result."""
-
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text = ""
     thinking: Text = ""
@@ -54,12 +52,10 @@ class ContentBlock(AnthropicBody, Part):
     is_error: bool | None = None
 
     def call(self) -> Json:
-        """Return the tool call as that of a chat."""
         function = {"name": self.name, "arguments": json.dumps(self.input or {}, ensure_ascii=False)}
         return {"id": self.id, "type": "function", "function": function}
 
     def result(self) -> Json:
-        """Return the result of a tool as a message of a chat."""
         content = ("Error: " if self.is_error else "") + _text(self.content or "")
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
@@ -68,13 +64,10 @@ Content = Text | Items[ContentBlock]
 
 
 def _text(content: Content) -> str:
-    """Join the blocks of text among those of a content."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content if block.type == "text")
 
 
 class MessagesMessage(AnthropicBody):
-    """A message."""
-
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -104,11 +97,7 @@ class MessagesTool(AnthropicBody):
     strict: bool | None = None
 
     def function(self) -> Json:
-        """Return it as a tool of a chat.
-
-        Raises:
-            RequestError: 400; the client runs it, and its schema is not known.
-        """
+        """Return it as a tool of a chat; raise a 400 if the client runs it and its schema is not known."""
         if self.type not in {None, "custom", *ANTHROPIC}:
             raise undescribed(str(self.type))
         description, parameters = ANTHROPIC.get(self.type or "", (self.description, self.input_schema))
@@ -117,8 +106,6 @@ class MessagesTool(AnthropicBody):
 
 
 class MessagesToolChoice(AnthropicBody):
-    """Whether a tool has to be used, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -131,8 +118,6 @@ class Thinking(AnthropicBody):
 
 
 class CountRequest(GenerationRequest):
-    """The body of v1/messages/count_tokens."""
-
     also_known = GenerationRequest.also_known | AnthropicBody.also_known
 
     messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
@@ -143,7 +128,7 @@ class CountRequest(GenerationRequest):
     output_config: TextForm | None = None
     output_format: dict[str, Any] | None = None
     stop_sequences: Items[StopString] | None = None
-    temperature: float | None = Field(default=1.0, ge=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     thread: Any = None
     n: Literal[1] | None = None
@@ -154,11 +139,6 @@ class CountRequest(GenerationRequest):
                 yield f"tools[{index}].{tool.type}"
 
     def chat(self) -> ChatRequest:
-        """Translate it to a chat.
-
-        Raises:
-            RequestError: 400; a field is wrong.
-        """
         if self.thread is not None:
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
             raise RequestError(sentence, param="thread", code=_NO_THREADS)
@@ -189,19 +169,14 @@ class CountRequest(GenerationRequest):
 
 
 class MessagesRequest(CountRequest):
-    """The body of v1/messages."""
-
     max_tokens: int = Field(ge=0)
 
 
 class MessagesResponse(BlocksResponse):
-    """Writes the response of v1/messages."""
-
     keep_alive = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     @staticmethod
     def error_body(error: RequestError) -> Json:
-        """Return the body of the response to a request that is refused or fails, in Anthropic's shape."""
         message = error.renamed({"stop": "stop_sequences", "response_format": "output_config.format"}).message
         if isinstance(error, PromptTooLong):
             # Clients know by these words that they have to shorten the conversation, and by the numbers how much.
@@ -211,9 +186,8 @@ class MessagesResponse(BlocksResponse):
         return {"type": "error", "error": body | details}
 
     def _complete(self) -> Event:
-        [generation] = self.generations
-        reason = self._finish_reason(generation) or "stop"
-        stop = generation.stop if reason == "stop" else ""
+        reason = self._finish_reason(self._generation) or "stop"
+        stop = self._generation.stop if reason == "stop" else ""
         return self._message() | {
             "content": [self._content(block) for block in self._blocks],
             "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
@@ -223,7 +197,7 @@ class MessagesResponse(BlocksResponse):
 
     def _message(self) -> Json:
         """Return the message as far as it is known before its content."""
-        [generation] = self.generations
+        generation = self._generation
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -261,10 +235,9 @@ class MessagesResponse(BlocksResponse):
         else:
             yield {"type": "content_block_stop", "index": block.index}
 
-    def _end(self) -> Iterator[Event]:
-        message = self._complete()
-        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": delta} | {name: message[name] for name in ("usage", "speculation")}
+    def _end(self, response: Event) -> Iterator[Event]:
+        delta = {name: response[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": delta} | {name: response[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}
 
     def _failure(self, error: RequestError) -> Event:

@@ -41,7 +41,6 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Its whole text."""
         return "".join(self.pieces)
 
     @property
@@ -64,40 +63,37 @@ class BlocksResponse(GenerationResponse, ABC):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        [self._generation] = self.generations
         self._blocks: list[Block] = []
         self._begun = False
+        self._response: Event = {}
 
     @abstractmethod
     def _complete(self) -> Event:
         """Return the whole response, once all blocks have been read."""
 
     @abstractmethod
-    def _beginning(self) -> Iterator[Event]:
-        """Yield the first events of a stream."""
+    def _beginning(self) -> Iterator[Event]: ...
 
     @abstractmethod
-    def _block_events(self, stage: Stage, block: Block, text: str) -> Iterator[Event]:
-        """Yield the events that begin a block, add text to it, or end it."""
+    def _block_events(self, stage: Stage, block: Block, text: str) -> Iterator[Event]: ...
 
     @abstractmethod
-    def _end(self) -> Iterator[Event]:
-        """Yield the last events of a stream, after those of the last block."""
+    def _end(self, response: Event) -> Iterator[Event]: ...
 
     @abstractmethod
-    def _failure(self, error: RequestError) -> Event:
-        """Return the last event of a stream that fails."""
+    def _failure(self, error: RequestError) -> Event: ...
 
     def _whole(self) -> Event:
         for _ in self._events():
             pass
-        return self._complete()
+        return self._response
 
     def next_events(self) -> str:
-        """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in self._events())
 
     def _events(self) -> Iterator[Event]:
-        [generation] = self.generations
+        generation = self._generation
         # The first event comes when the prompt is being read: agents' clients wait for it some minutes at most.
         if not (self.error or generation.timestamps.start is not None or generation.done):
             return
@@ -114,7 +110,8 @@ class BlocksResponse(GenerationResponse, ABC):
             if not self._blocks or self._blocks[-1].kind == "reasoning":
                 yield from self._add(Text(""))
             yield from self._block_events("end", self._blocks[-1], "")
-            yield from self._end()
+            self._response = self._complete()
+            yield from self._end(self._response)
 
     def _add(self, part: Part) -> Iterator[Event]:
         """Add a part to the last block, or end that and begin the next one."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
-
-from specserve.errors import RequestError
 
 # Ignored fields of a request that are named, and characters of each name; a body may have a million.
 _MAX_NAMES, _MAX_NAME = 16, 100
@@ -23,14 +21,10 @@ class Body(BaseModel):
     also_known: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def unknown(self) -> list[str]:
-        """The paths of unknown fields, the first few: `messages[0].weight`."""
-        return _cut(_unknown(self))
-
-    @property
     def ignored(self) -> list[str]:
-        """The paths of all that is ignored: unknown fields, and tools that the model is not offered."""
-        return self.unknown + _cut(self._not_offered())
+        """The paths of the first that are ignored: fields (`messages[0].weight`), and tools."""
+        paths = chain(_unknown(self), self._not_offered())
+        return [path[:_MAX_NAME] for path in islice(paths, _MAX_NAMES)]
 
     def _not_offered(self) -> Iterator[str]:
         return iter(())
@@ -44,10 +38,6 @@ def _unknown(body: Body, path: str = "") -> Iterator[str]:
             yield from _unknown(part, f"{path}{name}[{index}].")
         if isinstance(value, Body):
             yield from _unknown(value, f"{path}{name}.")
-
-
-def _cut(paths: Iterator[str]) -> list[str]:
-    return [path[:_MAX_NAME] for path in islice(paths, _MAX_NAMES)]
 
 
 class Part(Body):
@@ -80,8 +70,3 @@ Text = Annotated[str, StringConstraints(min_length=0)]
 AnyItem = TypeVar("AnyItem")
 # Report only the first wrong item of a list, which may have a million.
 Items = Annotated[list[AnyItem], Field(fail_fast=True)]
-
-
-def disagreement(param: str, sentence: str) -> RequestError:
-    """Return the error of fields that exclude or need each other, which pydantic lets pass; `param` has to change."""
-    return RequestError.invalid(param, f"Invalid request: {sentence}.")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import TemplateError, meta
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.api.call_formats import format_of, thinking_tags
@@ -24,6 +23,8 @@ from specserve.errors import RequestError
 from specserve.grammar.call_form import ARGUMENTS, NAME
 
 logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
 
 # What a template may raise when it is rendered, and Python's compiler for one that Jinja can parse.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
@@ -42,6 +43,8 @@ _DOUBLED, _SINGLE = (
     f'{begin}\\"name\\": <function-name>, \\"arguments\\": <args-json-object>{end}'
     for begin, end in (("{{", "}}"), ("{", "}"))
 )
+# What transformers masks for training is a scope like that of Jinja's `with`.
+_GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 # The template variables that switch reasoning, set by `reasoning_effort`.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 
@@ -49,19 +52,19 @@ _THINKING_VARIABLES = ("enable_thinking", "thinking")
 class ChatTemplate:
     """Renders the chat template of a GGUF, which is untrusted code, in Jinja's sandbox.
 
-    `problem` says why it cannot be used; None if it can.
-
-    Args:
-        source: Jinja, or a name that llama.cpp knows.
-        bos: the text of the BOS token.
-        eos: the text of the EOS token.
+    `problem` says why it cannot be used; None if it can. `source` may also be a name that llama.cpp knows.
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
-        environment = _environment()
+        # Like the one of transformers.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
+        # Jinja's own filter escapes HTML; chat templates expect this one.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
-        source = source.replace(_DOUBLED, _SINGLE)
+        source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
         # How the model writes tool calls and reasoning.
         found = format_of(source)
         self.calls = found.syntax
@@ -78,11 +81,7 @@ class ChatTemplate:
             self.problem = self._trial_problem()
 
     def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
-        """Render the prompt for the assistant's next message.
-
-        Args:
-            request: the chat.
-            prepare: applied to messages, tools and variables of the request before they are rendered.
+        """Render the prompt for the assistant's next message; `prepare` is applied to all that comes from the request.
 
         Raises:
             RequestError: 400; there is no usable template, it refuses these messages, or a field would change it.
@@ -94,13 +93,12 @@ class ChatTemplate:
             )
         messages = [prepare(message.for_template()) for message in request.messages]
         tools = [prepare(tool.for_template()) for tool in request.tools or [] if request.tool_choice != "none"]
-        continues = bool(request.continue_final_message)
-        begins = request.add_generation_prompt is not False and not continues
-        variables: dict[str, Any] = {"add_generation_prompt": begins}
+        continues = request.continue_final_message
+        variables: dict[str, Any] = {"add_generation_prompt": request.add_generation_prompt and not continues}
         if (effort := request.reasoning_effort) is not None:
             variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
-        if request.follows_grammar or request.requires_call:
-            # The grammar holds from the first token on and would forbid the reasoning.
+        if request.structure or request.requires_call:
+            # Its form holds from the first token on and would forbid the reasoning.
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
         variables |= prepare(request.chat_template_kwargs or {})
         if not continues:
@@ -113,65 +111,42 @@ class ChatTemplate:
         return before + str(messages[-1]["content"])
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
     ) -> str:
         """Render messages and tools, and the beginning of the next message unless a variable says otherwise.
 
         Raises:
             RequestError: 400; the template refuses these messages.
         """
-        if self._wants_short_ids:
-            messages = [*map(_with_short_ids, messages)]
-        try:
+        refusals: list[Exception] = []
+        for is_refused in (False, True):
             try:
-                return self._rendered(self._form(messages, tools), tools, variables or {})
-            except _RefusedError as refusal:
-                with suppress(*_FAILURES):
-                    return self._rendered(self._form(messages, tools, is_refused=True), tools, variables or {})
-                raise refusal from None
-        except _FAILURES as error:
-            raise RequestError(
-                f"The model's chat template refuses these messages: {_reason(error)}.",
-                param="messages",
-                code="invalid_value",
-            ) from error
+                adapted = self._adapted(messages, tools, is_refused=is_refused)
+                return self._rendered(adapted, tools, variables or {})
+            except _FAILURES as error:
+                refusals.append(error)
+        sentence = f"The model's chat template refuses these messages: {_reason(refusals[0])}."
+        raise RequestError.invalid("messages", sentence) from refusals[0]
 
-    def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]) -> str:
         # As transformers calls templates, many of which test `tools is none`.
-        fixed = {
-            "messages": messages,
-            "tools": (self._knows_tools and tools) or None,
-            "documents": None,
-            **self._tokens,
-        }
+        shown = (self._knows_tools and tools) or None
+        fixed = {"messages": messages, "tools": shown, "documents": None, **self._tokens}
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
-    def _form(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_refused: bool = False
-    ) -> Sequence[Mapping[str, Any]]:
+    def _adapted(self, messages: Sequence[Message], tools: Sequence[Message], *, is_refused: bool) -> Sequence[Message]:
         """Adapt messages to the template; after a refusal also with one call a message, or without a system message."""
+        if self._wants_short_ids:
+            messages = [*map(_with_short_ids, messages)]
         if self._knows_tools:
             return _one_call_each(messages) if is_refused else messages
         return self._told(messages, tools, role="user" if is_refused else "system")
 
-    def _told(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, role: str
-    ) -> list[Mapping[str, Any]]:
-        """Write tools, calls and results as text, for a template that knows no tools.
-
-        Args:
-            messages: as for a template that knows them.
-            tools: of the request.
-            role: of the message that lists the tools; the first message is extended if it has this role.
-        """
+    def _told(self, messages: Sequence[Message], tools: Sequence[Message], *, role: str) -> list[Message]:
+        """Write tools, calls and results as text; the first message lists the tools, and has the role `role`."""
         own = self.calls.forms[0]
         written = own.begin + own.call + own.end
-        told: list[Mapping[str, Any]] = []
+        told: list[Message] = []
         after_answer = False
         for message in messages:
             content, is_answer = message["content"], message["role"] == "tool"
@@ -182,15 +157,13 @@ class ChatTemplate:
                 told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
                 continue
             after_answer = is_answer
-            called = [call["function"] for call in message.get("tool_calls", ())]
-            calls = [
-                written.replace(NAME, call["name"]).replace(ARGUMENTS, json.dumps(call["arguments"])) for call in called
-            ]
+            called = (call["function"] for call in message.get("tool_calls", ()))
+            calls = [_filled(written, call["name"], json.dumps(call["arguments"])) for call in called]
             kept = {"role": "user"} if is_answer else {k: v for k, v in message.items() if k != "tool_calls"}
             told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
         if tools:
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            example = written.replace(NAME, "the function's name").replace(ARGUMENTS, '{"argument": "value"}')
+            example = _filled(written, "the function's name", '{"argument": "value"}')
             text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
             first = told.pop(0)["content"] if told[0]["role"] == role else ""
             both = [first, text] if role == "system" else [text, first]
@@ -208,9 +181,13 @@ class ChatTemplate:
         return None if _MARKER in text else "it leaves out the text of a message"
 
 
-def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _filled(form: str, name: str, arguments: str) -> str:
+    return form.replace(NAME, name).replace(ARGUMENTS, arguments)
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Split a message with several calls into one message a call, each followed by its result."""
-    split: list[Mapping[str, Any]] = []
+    split: list[Message] = []
     answers = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     moved: set[int] = set()
     for message in messages:
@@ -226,7 +203,7 @@ def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     return split
 
 
-def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_short_ids(message: Message) -> Message:
     """Replace call ids by nine characters each, as Mistral's templates demand."""
 
     def short(name: str) -> str:
@@ -239,31 +216,6 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 class _RefusedError(TemplateError):
     """A template has called `raise_exception`."""
-
-
-class _Generation(Extension):
-    """Renders what `{% generation %}` encloses; transformers masks it for training."""
-
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the statements up to `endgeneration`, in a scope of their own as in transformers."""
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment like the one of transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
-    # Jinja's own filter escapes HTML; chat templates expect this one.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    return environment
 
 
 def _reason(error: Exception) -> str:

@@ -12,12 +12,12 @@ from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.logprobs import (
     Position,
     chat_logprobs,
+    check_size,
     completion_logprobs,
-    output_positions,
+    most_bytes,
     prompt_positions,
 )
 from specserve.api.prompt import Prompt
-from specserve.api.resolve import ResponseForm
 from specserve.api.response import GenerationResponse, Json
 from specserve.core.generation import Generation
 from specserve.sequence import Source
@@ -27,22 +27,14 @@ _END = "data: [DONE]\n\n"
 
 @dataclass
 class _Choice:
-    """One of the choices of a response, and what the client has of it.
+    """One of the choices of a response, and what the client has of it."""
 
-    Args:
-        index: in the response.
-        generation: writes it.
-        prompt: is answered.
-        scored: the generation that scores the prompt, if scores are wanted.
-        sources: who wrote text that is held back, since it may belong to a call or to the reasoning.
-    """
-
-    index: int
     generation: Generation
     prompt: Prompt
-    scored: Generation
+    scored: Generation  # the generation that scores the prompt, if scores are wanted
     begun: bool = False
     ended: bool = False
+    # Who wrote text that is held back, since it may belong to a call or to the reasoning.
     sources: list[tuple[str, Source | Literal["prompt"]]] = field(default_factory=list)
 
     @property
@@ -58,36 +50,24 @@ class ChoicesResponse(GenerationResponse, ABC):
     """Writes OpenAI's responses that consist of choices, whole or as a stream."""
 
     prefix: ClassVar[str]
-    # The name of the whole response, and of an event.
-    objects: ClassVar[tuple[str, str]]
-    # Whether the first event of a choice is sent even without text.
-    begins_with_role: ClassVar[bool] = False
+    objects: ClassVar[tuple[str, str]]  # the names of the whole response, and of an event
+    begins_with_role: ClassVar[bool] = False  # whether the first event of a choice is sent even without text
 
-    def __init__(self, form: ResponseForm, candidates: list[list[Generation]], **options: Any) -> None:
-        super().__init__(form, candidates, **options)
-        # A stream returns all candidates.
-        self._choices = self._chosen(form.request.candidates)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._scored_bytes = 0  # at most, of the log-probabilities
+        answers = self._form.request.answers
+        self._choices = [
+            _Choice(generation, self._form.prompts[index // answers], self.generations[index - generation.choice])
+            for index, generation in enumerate(self.generations)
+        ]
 
     @abstractmethod
     def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
-        """Return the field of a choice that has its content.
-
-        Args:
-            parts: what is new; None at the end of a stream, whose last event has no text as in OpenAI's.
-            first: whether it begins the choice.
-        """
+        """Return the field of a choice with what is new; None at the end of a stream, which has no text as OpenAI's."""
 
     @abstractmethod
-    def _logprobs(self, positions: list[Position]) -> Json:
-        """Return the log-probabilities of these tokens."""
-
-    def _chosen(self, count: int) -> list[_Choice]:
-        """Return the `count` best candidates of each prompt by mean log-probability; all of them stay in order."""
-        chosen = []
-        for prompt, group in zip(self._form.prompts, self._candidates, strict=True):
-            best = group if count == len(group) else sorted(group, key=lambda each: -each.mean_logprob)[:count]
-            chosen += [(generation, prompt, group[0]) for generation in best]
-        return [_Choice(index, *choice) for index, choice in enumerate(chosen)]
+    def _logprobs(self, positions: list[Position]) -> Json: ...
 
     def _object(self, choices: list[Json]) -> Json:
         return {
@@ -99,11 +79,9 @@ class ChoicesResponse(GenerationResponse, ABC):
         }
 
     def _whole(self) -> Json:
-        choices = [new for choice in self._chosen(self._form.request.answers) if (new := self._new(choice))]
-        return self._object(choices) | self._totals()
+        return self._object([new for choice in self._choices for new in self._news(choice)]) | self._totals()
 
     def next_events(self) -> str:
-        """Return the stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         if self.error:
             return _event(self.error_body(self.error)) + _END
         usage = self._form.request.usage_in_stream
@@ -118,57 +96,50 @@ class ChoicesResponse(GenerationResponse, ABC):
         return events
 
     def _news(self, choice: _Choice) -> Iterator[Json]:
-        """Yield the news of a choice since the last call, and its end."""
-        new = self._new(choice)
-        if new is not None:
-            yield new
-        if choice.generation.done:
-            choice.ended = True
-            yield self._written(choice, None, None, first=False)
-
-    def _new(self, choice: _Choice) -> Json | None:
-        """Return the news of a choice, at first with an echoed prompt; None if a stream has nothing to send."""
+        """Yield a choice of the whole response, or of a stream what is new, at first an echoed prompt, and the end."""
         request, generation, first = self._form.request, choice.generation, not choice.begun
         choice.begun = True
-        echo = choice.prompt if request.echoes else None
+        echo = choice.prompt if request.echo else None
         parts = self._parts(generation)
         positions: list[Position] | None = None
         if request.scores is not None:
-            positions = output_positions(generation.take_tokens(), len(echo.text) if echo else 0)
+            shift = len(echo.text) if echo else 0
+            positions = [Position(score.token, score, shift + offset) for score, offset in generation.take_tokens()]
             if echo and first:
                 positions = prompt_positions(echo, choice.scored.prompt_scores, self._vocabulary) + positions
         if echo and first and echo.text:
             parts = [Text(echo.text), *parts]
             choice.sources.append((echo.text, "prompt"))
-        choice.sources += generation.by_source() if request.speculation_options.sources else []
-        if self.streams and not (parts or positions or (first and self.begins_with_role)):
-            return None
-        return self._written(choice, parts, positions, first=first)
+        choice.sources += generation.by_source() if request.speculation.sources else []
+        if not self.streams or parts or positions or (first and self.begins_with_role):
+            yield self._written(choice, parts, positions, first=first)
+        if self.streams and generation.done:
+            choice.ended = True
+            yield self._written(choice, None, None, first=False)
 
     def _written(
         self, choice: _Choice, parts: list[Part] | None, positions: list[Position] | None, *, first: bool
     ) -> Json:
-        """Return a choice of the response or of an event; `parts` is None at the end of a stream."""
         ends = parts is None or not self.streams
+        self._scored_bytes += most_bytes(positions or [], self._vocabulary)
+        check_size(self._scored_bytes)
         written = {
-            "index": choice.index,
+            "index": choice.generation.index,
             **self._content(parts, first=first),
-            "logprobs": None if positions is None else self._logprobs(self._counted(positions)),
+            "logprobs": None if positions is None else self._logprobs(positions),
             "finish_reason": self._finish_reason(choice.generation) if ends else None,
         }
-        if self._form.request.speculation_options.sources:
+        if self._form.request.speculation.sources:
             written["sources"], choice.sources = choice.sources, []
         return written
 
 
 class CompletionResponse(ChoicesResponse):
-    """Writes the response of v1/completions."""
-
     prefix = "cmpl"
     objects = "text_completion", "text_completion"
 
     def _content(self, parts: list[Part] | None, *, first: bool) -> Json:
-        del first  # Only a chat's choices begin with something else.
+        del first  # only a chat's choices begin with something else
         return {"text": _text(parts or [])}
 
     def _logprobs(self, positions: list[Position]) -> Json:
@@ -176,8 +147,6 @@ class CompletionResponse(ChoicesResponse):
 
 
 class ChatResponse(ChoicesResponse):
-    """Writes the response of v1/chat/completions."""
-
     prefix = "chatcmpl"
     objects = "chat.completion", "chat.completion.chunk"
     begins_with_role = True
@@ -213,10 +182,8 @@ class ChatResponse(ChoicesResponse):
 
 
 def _text(parts: list[Part]) -> str:
-    """Join the text among the parts."""
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def _event(data: Json) -> str:
-    """Write one server-sent event."""
     return f"data: {json.dumps(data)}\n\n"

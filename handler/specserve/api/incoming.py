@@ -10,21 +10,13 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Incoming:
-    """A request that is not parsed yet.
+    """A request that is not parsed yet."""
 
-    Args:
-        request_id: TorchServe's.
-        route: the path of its URL after the model's version.
-        body: bytes or a decoded JSON value; None without one.
-        size: of all that came, in bytes.
-        headers: by name in lower case; several of one name are joined by commas.
-    """
-
-    request_id: str
-    route: str
-    body: object
-    size: int
-    headers: Mapping[str, str]
+    request_id: str  # TorchServe's
+    route: str  # the path of its URL after the model's version
+    body: object  # bytes or a decoded JSON value; None without one
+    size: int  # of all that came, in bytes
+    headers: Mapping[str, str]  # by name in lower case; several of one name are joined by commas
 
     @cached_property
     def client(self) -> str:

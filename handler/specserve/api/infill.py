@@ -18,8 +18,7 @@ from specserve.api.body import Body, Items, Text
 from specserve.api.dialects import KNOWN
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import CompletionRequest, GenerationRequest
-from specserve.api.response import Response
-from specserve.core.generation import Generation
+from specserve.api.response import GenerationResponse
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 
@@ -31,8 +30,6 @@ _MAX_INDENT = 1024
 
 
 class File(Body):
-    """A piece of another file."""
-
     also_known: ClassVar[frozenset[str]] = frozenset({"time"})
 
     text: Text = ""
@@ -49,26 +46,16 @@ class InfillRequest(GenerationRequest):
     input_extra: Items[File] | None = None
     prompt: Text = ""
     n: Literal[1] | None = None
-    truncate_prompt_tokens: None = None
     n_indent: int | None = None
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 
-    def completion(self, prompt: Prompt) -> CompletionRequest:
-        """Return the same request for a completion of this prompt."""
-        # Both models have the fields of a generation, which are validated.
+    def completion(self) -> CompletionRequest:
         shared = {name: getattr(self, name) for name in self.model_fields_set & GenerationRequest.model_fields.keys()}
-        fields = {name: value for name, value in shared.items() if value is not None}
-        return CompletionRequest.model_construct(
-            **{"temperature": 0.0, "max_tokens": -1, **fields, "n": 1, "prompt": prompt.tokens}
-        )
+        return CompletionRequest.model_construct(**{"temperature": 0.0, "max_tokens": -1, "prompt": "", **shared})
 
 
 def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Prompt:
-    """Return the prompt: other files, then the text around the gap, each cut at the end that is far from the gap.
-
-    Raises:
-        RequestError: 400; the model cannot fill in the middle.
-    """
+    """Return the prompt: other files, then the text around the gap, each cut at the end that is far from the gap."""
     context = tokenizer.context_length
     local = min(_LOCAL_TOKENS, context * 3 // 4)
     prefix, prompt, suffix = (
@@ -80,8 +67,7 @@ def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Voca
     around = vocabulary.infill(before, suffix[: local // 4 - 4])
     if around is None:
         raise RequestError("This model has no tokens for filling in the middle.", code="unsupported_value")
-    limited = request.max_tokens is not None and request.max_tokens >= 0
-    room = context - local - min(2 * (request.max_tokens or 0) if limited else context, context // 4)
+    room = context - local - min(context if request.limit is None else 2 * request.limit, context // 4)
     others = _other_files(request.input_extra or [], tokenizer, vocabulary, room)
     return Prompt([*others[len(others) - min(room, len(others)) :], *around], "")
 
@@ -104,21 +90,12 @@ def _other_files(files: list[File], tokenizer: Tokenizer, vocabulary: Vocabulary
     return tokens if repository is None else [repository, *text("myproject\n"), *tokens]
 
 
-class InfillResponse(Response):
-    """Writes what is filled in, whole or as a stream.
-
-    Args:
-        request: what is asked for.
-        generation: writes it.
-        model: the id that the request has named.
-    """
-
-    def __init__(self, request: InfillRequest, generation: Generation, *, model: str) -> None:
-        super().__init__(generations=[generation])
-        self.streams = bool(request.stream)
+class InfillResponse(GenerationResponse):
+    def __init__(self, request: InfillRequest, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        [self._generation] = self.generations
+        self._generation.warm_cache()
         self._request = request
-        self._generation = generation
-        self._model = model
         self._content = ""
         self._sent = 0
         self._is_cut = False
@@ -137,7 +114,6 @@ class InfillResponse(Response):
         return whole if fields is None else _chosen(whole, fields)
 
     def next_events(self) -> str:
-        """Return the stream's events since the last call."""
         if self.error:
             return f"data: {self.text()}\n\n"
         done = self.done
@@ -180,10 +156,7 @@ class InfillResponse(Response):
 def indented(text: str, indent: int, checked: int) -> str:
     """Return a text up to its first line after the first that is indented by less, with that indentation.
 
-    Args:
-        text: none of whose first `checked` characters is cut off.
-        indent: in spaces and tabs.
-        checked: number of characters.
+    None of the first `checked` characters is cut off; `indent` counts spaces and tabs.
     """
     indent = min(indent, _MAX_INDENT)
     if indent <= 0:

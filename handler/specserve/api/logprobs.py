@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specserve.api.prompt import Prompt
-from specserve.core.generation import OutputToken
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
@@ -22,11 +21,9 @@ _ENTRY_BYTES, _NAME_BYTES = 90, 12
 
 
 class Position(NamedTuple):
-    """A token of a choice, its score, which only the first of a prompt lacks, and its offset in characters."""
-
     token: int
-    score: TokenScore | None
-    offset: int
+    score: TokenScore | None  # which only the first token of a prompt lacks
+    offset: int  # in the choice's text, in characters
 
 
 def most_bytes(positions: Sequence[Position], vocabulary: Vocabulary) -> int:
@@ -37,21 +34,12 @@ def most_bytes(positions: Sequence[Position], vocabulary: Vocabulary) -> int:
 
 
 def check_size(n_bytes: int) -> None:
-    """Refuse to write a response that takes many more bytes than were expected.
-
-    Raises:
-        RequestError: 400; it is too large.
-    """
+    """Raise a 400 instead of writing a response that takes many more bytes than were expected."""
     if n_bytes > 2 * MAX_RESPONSE_BYTES:
         raise RequestError(
             "The response becomes too large: ask for fewer answers, tokens or log-probabilities.",
             code="response_too_large",
         )
-
-
-def output_positions(tokens: Iterable[OutputToken], shift: int = 0) -> list[Position]:
-    """Return the positions of an output that begins at the offset `shift`."""
-    return [Position(score.token, score, shift + offset) for score, offset in tokens]
 
 
 def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocabulary) -> list[Position]:
@@ -74,10 +62,8 @@ def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *
 def chat_logprobs(positions: Sequence[Position], vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the form of v1/chat/completions, with all alternatives that were kept."""
     content = [
-        {
-            **_entry(score.token, score.logprob, vocabulary),
-            "top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top],
-        }
+        _entry(score.token, score.logprob, vocabulary)
+        | {"top_logprobs": [_entry(token, logprob, vocabulary) for token, logprob in score.top]}
         for _, score, _ in positions
         if score is not None
     ]
@@ -93,7 +79,6 @@ def _best(score: TokenScore, vocabulary: Vocabulary) -> dict[str, float]:
 
 
 def _entry(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return a token with its log-probability, in the form of v1/chat/completions."""
     name = vocabulary.name(token)
     return {"token": name.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(name)}
 

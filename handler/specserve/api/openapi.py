@@ -5,42 +5,48 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core.core_schema import WithDefaultSchema
 
 import specserve
 from specserve.api.anthropic import CountRequest, MessagesRequest
+from specserve.api.body import Body
 from specserve.api.infill import InfillRequest
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.responses import ResponsesRequest
 
-_POST = {
+# By path: a summary, and the model of the body that is posted.
+_ROUTES: dict[str, tuple[str, type[Body] | None]] = {
     "/v1/completions": ("Continue texts", CompletionRequest),
     "/v1/chat/completions": ("Answer a chat", ChatRequest),
     "/v1/responses": ("Answer a chat, in OpenAI's later form", ResponsesRequest),
     "/v1/messages": ("Answer a chat, in Anthropic's form", MessagesRequest),
     "/v1/messages/count_tokens": ("Count the tokens of such a chat", CountRequest),
     "/infill": ("Fill the gap between two texts, in llama.cpp's form", InfillRequest),
+    "/v1/models": ("The models of this server", None),
+    "/v1/models/{id}": ("One model of this server", None),
+    "/v1/speculation": ("Models, kernels, costs and controller of this server", None),
+    "/v1/openapi.json": ("This document", None),
 }
-_GET = {
-    "/v1/models": "The models of this server",
-    "/v1/models/{id}": "One model of this server",
-    "/v1/speculation": "Models, kernels, costs and controller of this server",
-    "/v1/openapi.json": "This document",
-}
-_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_REFERENCE = "#/components/schemas/{model}"
+_OBJECT = {"schema": {"type": "object"}}
+_JSON = {"application/json": _OBJECT}
+
+
+class _Nullable(GenerateJsonSchema):
+    """Says that null is the same as leaving a field out."""
+
+    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
+        known = super().default_schema(schema)
+        return known if schema.get("default") is None else {"anyOf": [known, {"type": "null"}]}
 
 
 @cache
 def openapi() -> dict[str, Any]:
     """Make the document, OpenAPI 3.1; the references of each protocol describe its responses."""
-    shapes: list[Any] = [(kind, "validation") for _, kind in _POST.values()]
-    _, schemas = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
-    paths: dict[str, Any] = {path: {"get": _operation(summary)} for path, summary in _GET.items()}
-    for path, (summary, kind) in _POST.items():
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        operation = _operation(summary) | {"requestBody": {"required": True, "content": content}}
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "object"}}
-        paths[path] = {"post": operation}
+    shapes: list[Any] = [(kind, "validation") for _, kind in _ROUTES.values() if kind]
+    _, schemas = models_json_schema(shapes, ref_template=_REFERENCE, schema_generator=_Nullable)
+    paths: dict[str, Any] = {path: _operation(*route) for path, route in _ROUTES.items()}
     model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{id}"]["parameters"] = [model_id]
     return {
@@ -54,6 +60,14 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _operation(summary: str) -> dict[str, Any]:
-    responses = {"200": {"description": "OK", "content": {**_OBJECT}}}
-    return {"summary": summary, "responses": responses | {"default": {"description": "Refused", "content": _OBJECT}}}
+def _operation(summary: str, kind: type[Body] | None) -> dict[str, Any]:
+    content = _JSON | ({"text/event-stream": _OBJECT} if kind else {})
+    responses = {
+        "200": {"description": "OK", "content": content},
+        "default": {"description": "Refused", "content": _JSON},
+    }
+    if kind is None:
+        return {"get": {"summary": summary, "responses": responses}}
+    body = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}}
+    request = {"required": True, "content": body}
+    return {"post": {"summary": summary, "requestBody": request, "responses": responses}}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from specserve.api.body import Body
-from specserve.api.dialects import names_sent
+from specserve.api.dialects import translated
 from specserve.api.request_schema import MAX_CHOICES, MAX_STOPS
 from specserve.errors import RequestError
 
@@ -22,13 +22,14 @@ _EXPECTED = {
     "stop": f"must be a string or a list of at most {MAX_STOPS} strings, none of them over 1000 characters",
     "messages": "must be a list of {role, content}, role being system, developer, user, assistant or tool",
     "content": "must be a string of valid Unicode, or a list of parts of type 'text'",
+    "logit_bias": "must map token ids, such as '42', to biases from -100 to 100",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
 }
 # Fields whose inner fields are named.
 _NESTED = {
-    *("speculation", "stream_options", "messages", "response_format", "prediction", "tools", "input_extra"),
-    *("input", "text", "reasoning", "system"),
+    *("speculation", "stream_options", "messages", "response_format", "structured_outputs", "prediction", "tools"),
+    *("input_extra", "input", "text", "reasoning", "system"),
 }
 
 AnyRequest = TypeVar("AnyRequest", bound=Body)
@@ -50,11 +51,11 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
             raise RequestError(f"The request's body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
         raise RequestError("The request's body must be a JSON object; send it with content-type application/json.")
+    body, names_sent = translated(body, kind.model_fields)
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        explained = _explain(error.errors(include_url=False, include_input=False))
-        raise explained.renamed(names_sent(body, kind.model_fields)) from error
+        raise _explain(error.errors(include_url=False, include_input=False)).renamed(names_sent) from error
 
 
 def _explain(errors: list[Any]) -> RequestError:

@@ -11,10 +11,10 @@ texts where all threads write the same), compiled grammars and matchers (grammar
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
+from itertools import count
+from queue import PriorityQueue
 from typing import NamedTuple
 
 from specserve.api.incoming import Incoming
@@ -30,63 +30,43 @@ _MAX_WAITING_BYTES = 2 * 1024 * 1024
 # second, tokenizing half a megabyte a whole one.
 _PARSE_SECONDS = 0.1
 
-_BUSY = RequestError(
-    "The server is reading other long requests; send this one again.",
-    status=503,
-    kind="server_error",
-    code="overloaded",
-)
-
 
 class Parsing(NamedTuple):
-    """A new request: its client, its time of arrival, its size in bytes, and its response once it is parsed."""
-
-    client: str
+    incoming: Incoming
     arrival: float
-    size: int
-    response: Future[Response]
+    response: Future[Response]  # done once the request is parsed, with an exception if it is refused
+
+    @property
+    def is_long(self) -> bool:
+        return self.incoming.size > LONG_BODY
 
 
 class _Thread:
-    """Parses requests one after the other; clients take turns.
-
-    Args:
-        parse: makes the response to a request.
-    """
+    """Parses requests one after the other; clients take turns."""
 
     def __init__(self, parse: Callable[[Incoming], Response]) -> None:
         self._parse = parse
         self._thread = ThreadPoolExecutor(1, "parser")
-        # By client, the one whose turn it is first.
-        self._waiting: OrderedDict[str, deque[tuple[Incoming, Future[Response]]]] = OrderedDict()
-        self._lock = Lock()
+        # Requests by turn; those of one turn in the order in which they came.
+        self._waiting: PriorityQueue[tuple[int, int, Incoming, Future[Response]]] = PriorityQueue()
+        self._numbers = count()
+        self._turn = 0
 
-    def submit(self, incoming: Incoming) -> Future[Response]:
-        answered: Future[Response] = Future()
-        with self._lock:
-            self._waiting.setdefault(incoming.client, deque()).append((incoming, answered))
+    def submit(self, incoming: Incoming, answered: Future[Response], ahead: int) -> None:
+        """Have a request parsed after `ahead` others of its client."""
+        self._waiting.put((self._turn + ahead + 1, next(self._numbers), incoming, answered))
         self._thread.submit(self._parse_next)
-        return answered
 
     def _parse_next(self) -> None:
-        with self._lock:
-            client, requests = self._waiting.popitem(last=False)
-            incoming, answered = requests.popleft()
-            if requests:
-                self._waiting[client] = requests
+        self._turn, _, incoming, answered = self._waiting.get()
         if not answered.set_running_or_notify_cancel():
             return
-        # `respond` contains errors itself; if even writing the error fails, the request still has to end.
         with Contained(incoming.request_id, answered.set_exception):
             answered.set_result(self._parse(incoming))
 
 
 class Parser:
-    """Assigns requests to the two threads, and keeps track of them by TorchServe's id.
-
-    Args:
-        routes: parse them.
-    """
+    """Assigns requests to the two threads, and keeps track of them by TorchServe's id."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -95,39 +75,30 @@ class Parser:
         self._waited_for: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
-        """Tell whether a request is being parsed."""
         return request_id in self._parsing
 
     def begin(self, incoming: Incoming, arrival: float) -> None:
-        """Start to parse a request. Routes that generate nothing ask the scheduler, so they are answered at once.
-
-        Args:
-            incoming: the request.
-            arrival: when it came.
-        """
-        route, size = incoming.route, incoming.size
-        answered: Future[Response] = Future()
-        if not self._routes.generates(route):
-            answered.set_result(self._routes.respond(incoming))
-        elif size > LONG_BODY and self._has_too_much(incoming):
-            answered.set_result(self._routes.refusal(route, _BUSY))
+        """Start to parse a request. Routes that generate nothing ask the scheduler, so they are answered at once."""
+        parsing = Parsing(incoming, arrival, Future())
+        others = [
+            other for other in self._parsing.values() if other.is_long == parsing.is_long and not other.response.done()
+        ]
+        ahead = sum(other.incoming.client == incoming.client for other in others)
+        waiting = incoming.size + sum(other.incoming.size for other in others)
+        if not self._routes.generates(incoming.route):
+            parsing.response.set_result(self._routes.respond(incoming))
+        elif parsing.is_long and ahead and waiting > _MAX_WAITING_BYTES:
+            sentence = "The server is reading other long requests; send this one again."
+            error = RequestError(sentence, status=503, kind="server_error", code="overloaded")
+            parsing.response.set_exception(error)
         else:
-            answered = (self._long if size > LONG_BODY else self._short).submit(incoming)
-        self._parsing[incoming.request_id] = Parsing(incoming.client, arrival, size, answered)
-
-    def _has_too_much(self, incoming: Incoming) -> bool:
-        """Whether the long bodies would exceed the limit, and the client already has one waiting."""
-        others = [other for other in self._parsing.values() if other.size > LONG_BODY and not other.response.done()]
-        waiting = sum(other.size for other in others)
-        return waiting + incoming.size > _MAX_WAITING_BYTES and incoming.client in {other.client for other in others}
+            (self._long if parsing.is_long else self._short).submit(incoming, parsing.response, ahead)
+        self._parsing[incoming.request_id] = parsing
 
     def take(self, *, idle: bool) -> dict[str, Parsing]:
         """Return the parsed requests, after a short wait for new ones.
 
-        While others stream, it waits only once for a long parse, whatever arrives meanwhile.
-
-        Args:
-            idle: nothing else runs, so waiting delays no request.
+        Unless the server is `idle`, it waits only once for a long parse, whatever arrives meanwhile: others stream.
         """
         waits = idle or not self._waited_for & self._parsing.keys()
         wait([parsing.response for parsing in self._parsing.values()], _PARSE_SECONDS if waits else 0.0)

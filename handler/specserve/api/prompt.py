@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.sampling_fields import check_tokens
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
@@ -37,23 +37,17 @@ class Prompt:
 
 
 class PromptTooLong(RequestError):
-    """The context cannot hold a prompt; agents recognise OpenAI's sentence and shorten the conversation.
+    """The context cannot hold a prompt; agents recognise OpenAI's sentence and shorten the conversation."""
 
-    Args:
-        param: the field of the prompt.
-        most: tokens of prompt and answer.
-        tokens: of the prompt, or `at_least` so many.
-    """
-
-    def __init__(self, param: str, most: int, tokens: int, *, at_least: bool = False) -> None:
+    def __init__(self, param: str, context_length: int, tokens: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"This model's maximum context length is {most} tokens. However, your {param} resulted in "
+            f"This model's maximum context length is {context_length} tokens. However, your {param} resulted in "
             f"{'at least ' * at_least}{tokens} tokens. Please reduce the length of the {param}.",
             param=param,
             code="context_length_exceeded",
         )
         # The prompt leaves room for one token of the answer.
-        self.most = min(most, tokens - 1)
+        self.most = min(context_length, tokens - 1)
         self.tokens = tokens
 
 
@@ -62,8 +56,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, config: HandlerConfig) -> None:
         self._vocabulary = vocabulary
-        # The most tokens of prompt and answer.
-        self.context_length = config.context_length
+        self.context_length = config.context_length  # the most tokens of prompt and answer
         self._control_tokens = config.control_tokens
 
     def completion(self, request: CompletionRequest) -> list[Prompt]:
@@ -76,31 +69,21 @@ class Tokenizer:
         return [self._prompt(prompt, suffix, request) for prompt in request.prompts]
 
     def _prompt(self, prompt: str | list[int], suffix: list[int] | None, request: CompletionRequest) -> Prompt:
-        vocabulary, text = self._vocabulary, prompt
-        begin = suffix is None and request.add_special_tokens is not False
-        whole = self._tokens(prompt, "prompt", special=True, begin=begin) if isinstance(prompt, str) else prompt
-        tokens = self._cut(whole, request)
-        if not isinstance(text, str) or len(tokens) < len(whole):
-            if len(tokens) > self.context_length:
-                raise PromptTooLong("prompt", self.context_length, len(tokens))
-            check_tokens("prompt", tokens, vocabulary)
-            text = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", errors="replace")
+        vocabulary = self._vocabulary
+        if isinstance(prompt, str):
+            begin = suffix is None and request.add_special_tokens
+            text, tokens = prompt, self._tokens(prompt, "prompt", special=True, begin=begin)
+        else:
+            if len(prompt) > self.context_length:
+                raise PromptTooLong("prompt", self.context_length, len(prompt))
+            check_tokens("prompt", prompt, vocabulary)
+            text, tokens = b"".join(map(vocabulary.piece, prompt)).decode("utf-8", errors="replace"), prompt
         if suffix is not None:
-            between = vocabulary.infill(tokens, suffix)
-            if between is None:
-                raise RequestError.invalid(
-                    "suffix", "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
-                )
+            if (between := vocabulary.infill(tokens, suffix)) is None:
+                sentence = "This model has no tokens for filling in the middle, so it cannot use a 'suffix'."
+                raise RequestError.invalid("suffix", sentence)
             tokens = between
         return Prompt(self._not_empty(tokens, "prompt"), text)
-
-    def _cut(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the last tokens of a prompt: as many as the request keeps, or with -1 as leave room for the answer."""
-        kept = request.truncate_prompt_tokens
-        if kept is None:
-            return tokens
-        kept = max(1, self.context_length - max(1, request.limit or 1)) if kept == -1 else kept
-        return tokens[max(0, len(tokens) - kept) :]
 
     def chat(self, request: ChatRequest, render: Callable[[ChatRequest, Prepare], str]) -> Prompt:
         """Tokenize the prompt that a chat template renders.
@@ -113,7 +96,7 @@ class Tokenizer:
         tokens = self._tokens(shown, "messages", special=True)
         if shown != text:
             tokens = self._with_plain(text)
-        return Prompt(self._not_empty(self._cut(tokens, request), "messages"), shown)
+        return Prompt(self._not_empty(tokens, "messages"), shown)
 
     @cached_property
     def _places(self) -> dict[str, str]:
@@ -134,7 +117,6 @@ class Tokenizer:
         return hidden
 
     def _shown(self, text: str) -> str:
-        """Return a text with the replaced names restored."""
         if not _HIDDEN.search(text):
             return text
         return text.translate({ord(place): name for name, place in self._places.items()})
@@ -156,7 +138,6 @@ class Tokenizer:
         return tokens[max(0, len(tokens) - most) :] if keeps_end else tokens[:most]
 
     def _tokens(self, text: str, param: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenize a text, unless it is too long to fit."""
         try:
             n_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -173,7 +154,6 @@ class Tokenizer:
         return self._vocabulary.encode(text, special=special, begin=begin)
 
     def _not_empty(self, tokens: list[int], param: str) -> list[int]:
-        """Return the tokens, or the model's start token if there are none."""
         if tokens:
             return tokens
         start = self._vocabulary.bos_token()

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from specserve.api.answer import AnswerReader
 from specserve.api.logprobs import MAX_RESPONSE_BYTES
-from specserve.api.prompt import BYTES_PER_TOKEN, Prompt, PromptTooLong
+from specserve.api.prompt import Prompt, PromptTooLong, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
-from specserve.core.detokenizer import named_control_tokens
 from specserve.core.generation import Generation, TextParams
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
@@ -27,21 +26,13 @@ _TEXT_BYTES, _SOURCE_BYTES, _SCORE_BYTES = 8, 24, 80
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """What a response consists of, whatever its protocol.
-
-    Args:
-        request: asks for it.
-        prompts: of the request.
-        call_forms: how tool calls are written; none without tools.
-        thinking: the tags around the model's reasoning; None if it is returned as text.
-        relaxed: keywords of tools' schemas that calls may break.
-    """
+    """What a response consists of, whatever its protocol."""
 
     request: CompletionRequest | ChatRequest
     prompts: list[Prompt]
-    call_forms: tuple[CallForm, ...] = ()
-    thinking: ThinkingTags | None = None
-    relaxed: tuple[str, ...] = ()
+    call_forms: tuple[CallForm, ...] = ()  # of tool calls; none without tools
+    thinking: ThinkingTags | None = None  # around the model's reasoning; None if it is returned as text
+    relaxed: tuple[str, ...] = ()  # keywords of tools' schemas that calls may break
 
     @property
     def thinks_at_once(self) -> bool:
@@ -49,7 +40,6 @@ class ResponseForm:
         return self.thinking is not None and self.prompts[0].text.rstrip().endswith(self.thinking.begin)
 
     def reader(self) -> AnswerReader:
-        """Return a reader for the text of one answer."""
         tools = self.request.callable_tools if isinstance(self.request, ChatRequest) else {}
         return AnswerReader(self.call_forms, tools, self.thinking, begun=self.thinks_at_once)
 
@@ -67,7 +57,7 @@ def resolve(
     client: str = "",
     held_back: bool = False,
 ) -> tuple[ResponseForm, list[list[Generation]]]:
-    """Resolve a valid request into the form of its response, and by prompt the candidates to generate for that.
+    """Resolve a valid request into the form of its response, and by prompt the answers to generate for that.
 
     A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
     is how the model writes tool calls, `thinking` how it marks its reasoning.
@@ -80,27 +70,27 @@ def resolve(
     if not isinstance(request, ChatRequest) or request.forbids_reasoning:
         thinking = None
     # A grammar that holds from the first token on has only the model's own form.
-    forms = syntax.forms if request.format == "text" else syntax.forms[:1]
+    forms = syntax.forms if request.structure is None else syntax.forms[:1]
     form = ResponseForm(request, prompts, forms, thinking)
     most_tokens = _most_tokens(request, prompts, config)
     sampling = request.sampling_params(vocabulary)
     info = _info(request, config, request_id, client, held_back=held_back)
-    speculation = request.speculation_options.params(
+    speculation = request.speculation.params(
         config, info.group, client, greedy=sampling.temperature == 0, seeded=sampling.seed is not None
     )
     constraint = _constraint(request, grammars, syntax, form)
-    prediction = _prediction(request, vocabulary, config)
+    prediction: list[int] = []
+    if request.prediction is not None:
+        predicted = text_of(request.prediction.content)
+        prediction = Tokenizer(vocabulary, config).part(predicted, config.context_length, keeps_end=False)
     text = TextParams(
         request.stops,
-        controls=named_control_tokens(request.stops, vocabulary),
-        stop_tokens=frozenset(request.stop_token_ids or ()),
-        includes_stop=bool(request.include_stop_str_in_output),
-        spells_control=request.skip_special_tokens is False,
+        stop_tokens=frozenset(request.stop_token_ids or ()) | _named_tokens(request.stops, vocabulary),
+        includes_stop=request.include_stop_str_in_output,
+        spells_control=not request.skip_special_tokens,
         tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
-        max_seconds=(request.t_max_predict_ms or 0) / 1000,
+        max_seconds=request.t_max_predict_ms / 1000,
     )
-    # The best candidates are those with the highest log-probability.
-    scores = 0 if request.scores is None and request.candidates > request.answers else request.scores
     groups = [
         [
             Generation(
@@ -109,36 +99,42 @@ def resolve(
                 speculation,
                 vocabulary,
                 text,
-                reuses_prefix=request.cache_prompt is not False,
+                reuses_prefix=request.cache_prompt,
                 info=info,
-                index=number * request.candidates + choice,
+                index=number * request.answers + choice,
                 choice=choice,
                 max_tokens=min(most_tokens, config.context_length - len(prompt.tokens)),
-                top_logprobs=scores,
-                scores_prompt=request.echoes and request.scores is not None and choice == 0,
+                top_logprobs=request.scores,
+                scores_prompt=request.echo and request.scores is not None and choice == 0,
                 constraint=None if constraint is None else constraint.fork(),
                 prediction=prediction,
-                keeps_sources=request.speculation_options.sources,
+                keeps_sources=request.speculation.sources,
             )
-            for choice in range(request.candidates)
+            for choice in range(request.answers)
         ]
         for number, prompt in enumerate(prompts)
     ]
     return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), groups
 
 
+def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> set[int]:
+    """Return the control tokens whose names are stop strings; as text their names end an answer, too."""
+    encoded = [vocabulary.encode(stop, special=True, begin=False) for stop in stops]
+    return {tokens[0] for tokens in encoded if len(tokens) == 1 and not vocabulary.piece(tokens[0])}
+
+
 def _info(
     request: GenerationRequest, config: HandlerConfig, request_id: str, client: str, *, held_back: bool
 ) -> RequestInfo:
     """Return the labels of a request; it is randomised if it leaves speculation to the controller."""
-    asked, default = request.speculation_options.mode, config.speculation.mode
-    randomised = request.speculation is None and default == "auto"
+    asked, default = request.speculation.mode, config.speculation.mode
+    randomised = "speculation" not in request.model_fields_set and default == "auto"
     group: Group = "holdback" if randomised and held_back else default if asked == "auto" else asked
     family = family_label((request.metadata or {}).get("prompt_family", ""))
-    return RequestInfo(request_id, family, group, randomised, client, request.cache_salt or "")
+    return RequestInfo(request_id, family, group, randomised, client, request.cache_salt)
 
 
-def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: HandlerConfig) -> int:
+def _most_tokens(request: CompletionRequest | ChatRequest, prompts: list[Prompt], config: HandlerConfig) -> int:
     """Return the most tokens of an answer by the request, the operator, and the room in context and response.
 
     Raises:
@@ -151,10 +147,10 @@ def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: Hand
         # A prompt may fill the context if no output is wanted.
         if config.context_length - len(prompt.tokens) < (limit != 0):
             raise PromptTooLong(request.prompt_field, config.context_length, len(prompt.tokens))
-    sources = request.speculation_options.sources
+    sources = request.speculation.sources
     scored = 0 if request.scores is None else (1 + request.scores) * _SCORE_BYTES
     room = MAX_RESPONSE_BYTES // request.answers
-    if request.echoes:
+    if request.echo:
         # Log-probabilities spell the tokens again.
         repeated = 1 + sources + (scored > 0)
         room -= sum(repeated * len(json.dumps(prompt.text)) + scored * len(prompt.tokens) for prompt in prompts)
@@ -162,7 +158,7 @@ def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: Hand
     rest = config.context_length - min(len(prompt.tokens) for prompt in prompts)
     if fitting < min(rest, 1 if limit is None else limit):
         raise RequestError.invalid(
-            request.scores_field if scored else "echo" if request.echoes else request.limit_field,
+            "logprobs" if scored else "echo" if request.echo else request.limit_field,
             f"The response to this request may take more than {MAX_RESPONSE_BYTES // 2**20} MB: ask for fewer answers, "
             "tokens or log-probabilities.",
         )
@@ -172,23 +168,15 @@ def _most_tokens(request: GenerationRequest, prompts: list[Prompt], config: Hand
 def _constraint(
     request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax, form: ResponseForm
 ) -> Constraint | CallConstraint | None:
-    """Compile the grammar that the output follows, if there is one."""
     if isinstance(request, ChatRequest) and syntax.forms:
         return grammars.calls(
             request.callable_tools,
             syntax,
             required=request.requires_call,
-            parallel=request.parallel_tool_calls is not False,
+            parallel=request.parallel_tool_calls,
             strict=request.strict_tools,
             otherwise=request.answer_schema,
             thinking=form.thinking,
             thinks_at_once=form.thinks_at_once,
         )
     return request.constraint(grammars)
-
-
-def _prediction(request: GenerationRequest, vocabulary: Vocabulary, config: HandlerConfig) -> list[int]:
-    """Tokenize the predicted output, as far as an output can reach."""
-    text = "" if request.prediction is None else text_of(request.prediction.content)
-    beginning = text[: BYTES_PER_TOKEN * config.context_length]
-    return vocabulary.encode(beginning, begin=False)[: config.context_length] if text else []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from specserve.api.answer import Part
-from specserve.api.logprobs import Position, check_size, most_bytes
+from specserve.api.logprobs import check_size
 from specserve.api.resolve import ResponseForm
 from specserve.api.speculation import speculation_of
 from specserve.core.generation import Generation
@@ -22,39 +22,28 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Response:
-    """The response to one request, complete unless generations write it, and what of it was sent.
-
-    Args:
-        body: its JSON object.
-        status: its HTTP status.
-        generations: the sequences that it is made of.
-    """
+    """The response to one request, complete unless generations write it, and what of it was sent."""
 
     streams = False
-    # What a silent stream sends; no client takes it for content.
-    keep_alive: ClassVar[str] = ": \n\n"
+    keep_alive: ClassVar[str] = ": \n\n"  # what a silent stream sends; no client takes it for content
+    ignored: Sequence[str] = ()  # names for the response header, beside those of the request
 
     def __init__(
         self, body: Mapping[str, Any] | None = None, *, status: int = 200, generations: Sequence[Generation] = ()
     ) -> None:
         self.generations = generations
         self.status_sent = False
-        # The time of the next sign of life, by time.monotonic().
-        self.silent_until = 0.0
-        # Sent with the status.
-        self.headers: dict[str, str] = {}
-        self.ignored: Sequence[str] = ()
+        self.silent_until = 0.0  # the time of the next sign of life, by time.monotonic()
+        self.headers: dict[str, str] = {}  # sent with the status
         self._status = status
         self._body = body or {}
         self._failed: RequestError | None = None
 
     def fail(self, error: RequestError) -> None:
-        """Replace the response by an error."""
         self._failed = error
 
     @staticmethod
     def error_body(error: RequestError) -> Json:
-        """Return the body of the response to a request that is refused or fails."""
         return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
     @classmethod
@@ -64,12 +53,10 @@ class Response:
 
     @property
     def error(self) -> RequestError | None:
-        """Why it failed: its own error, or that of a generation."""
         return self._failed or next((generation.error for generation in self.generations if generation.error), None)
 
     @property
     def done(self) -> bool:
-        """Whether it is complete."""
         return self.error is not None or all(generation.done for generation in self.generations)
 
     @property
@@ -84,46 +71,34 @@ class Response:
         return text
 
     def _whole(self) -> Mapping[str, Any]:
-        """Return the JSON object of a response that has not failed."""
         return self._body
 
     def next_events(self) -> str:
-        """Return the events of a stream since the last call; '' of a response that is no stream."""
+        """Return a stream's events since the last call, '' where nothing is new; when done, the end of the stream."""
         return ""
 
 
 class GenerationResponse(Response):
-    """A response that generations write, whatever its protocol.
-
-    Args:
-        form: what it consists of.
-        candidates: by prompt, the generations of which the best are returned.
-        vocabulary: the target's.
-        request_id: TorchServe's.
-        model: the id that the request has named.
-    """
+    """A response that generations write, prompt by prompt, to a request that has named the model so."""
 
     def __init__(
         self,
         form: ResponseForm,
-        candidates: list[list[Generation]],
+        generations: Sequence[Generation],
         *,
         vocabulary: Vocabulary,
         request_id: str,
         model: str,
     ) -> None:
-        super().__init__(generations=[generation for group in candidates for generation in group])
+        super().__init__(generations=generations)
         self.streams = bool(form.request.stream)
         self.ignored = form.relaxed
         self._form = form
-        self._candidates = candidates
         self._vocabulary = vocabulary
         self._request_id = request_id
         self._model = model
         self._created = int(time.time())
-        self._readers = {generation: form.reader() for generation in self.generations}
-        # Upper bound of the bytes of its log-probabilities.
-        self._scored_bytes = 0
+        self._readers = {generation: form.reader() for generation in generations}
 
     def _parts(self, generation: Generation) -> list[Part]:
         """Read the parts of an answer since the last call."""
@@ -135,19 +110,10 @@ class GenerationResponse(Response):
         has_calls = reader.calls > 0 and not reader.is_within_call
         return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
 
-    def _counted(self, positions: list[Position]) -> list[Position]:
-        """Return positions whose log-probabilities are written.
-
-        Raises:
-            RequestError: 400; with them the response becomes too large.
-        """
-        self._scored_bytes += most_bytes(positions, self._vocabulary)
-        check_size(self._scored_bytes)
-        return positions
-
     def _usage(self, stats: SequenceStats) -> Json:
-        """Count the tokens of all candidates so far; every prompt counts once."""
-        prompt_tokens = sum(group[0].prompt_length for group in self._candidates)
+        """Count the tokens so far; every prompt counts once."""
+        firsts = [generation for generation in self.generations if generation.choice == 0]
+        prompt_tokens = sum(generation.prompt_length for generation in firsts)
         completion_tokens = sum(generation.generated for generation in self.generations)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
@@ -160,12 +126,11 @@ class GenerationResponse(Response):
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(group[0].cached_tokens for group in self._candidates)},
+            "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in firsts)},
             "completion_tokens_details": details,
         }
 
     def _totals(self) -> Json:
-        """Return `usage` and `speculation`, over all candidates."""
         stats = self._stats()
         return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.generations[0].speculation)}
 

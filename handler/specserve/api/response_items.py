@@ -31,8 +31,6 @@ Texts = Text | Items[TextItem]
 
 
 class ShellOutput(Body):
-    """What a command has written."""
-
     stdout: Text
     stderr: Text
     outcome: dict[str, Any] | None = None
@@ -59,11 +57,6 @@ class Item(Body):
     output: Texts | Items[ShellOutput] | None = None
 
     def message(self) -> Json:
-        """Return it as a message of a chat.
-
-        Raises:
-            RequestError: 400; there are no such items.
-        """
         if self.type == "message":
             return {"role": self.role, "content": _text(self.content)}
         if self.type == "reasoning":
@@ -102,18 +95,17 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
 
 
 def _text(content: str | Iterable[TextItem | ShellOutput] | None) -> str:
-    """Join the parts of a content or an output to its text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text if isinstance(part, TextItem) else part.model_dump_json() for part in content)
 
 
 class Offered(NamedTuple):
-    """A function that the model is offered for a tool: the item of its calls, and the names that these have there."""
+    """A function that the model is offered for a tool."""
 
-    item: str
-    name: str | None
-    namespace: str | None
+    item: str  # the type of its calls
+    name: str | None  # in these
+    namespace: str | None  # in these
     function: Json
 
 
@@ -131,15 +123,10 @@ class ResponsesTool(Body):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether it runs in OpenAI's servers."""
         return is_hosted(self.type) or (self.environment or {}).get("type", "local") != "local"
 
     def offered(self, namespace: str | None = None) -> Iterator[Offered]:
-        """Yield what the model is offered.
-
-        Raises:
-            RequestError: 400; the client runs it, and its schema is not known.
-        """
+        """Yield what the model is offered; raise a 400 for a tool of the client whose schema is not known."""
         if self.is_hosted:
             return
         if self.type == "namespace":
@@ -171,11 +158,6 @@ class ResponsesToolChoice(Body):
     tools: Items[ResponsesTool] | None = None
 
     def choice(self) -> Json:
-        """Return it as the choice of a chat.
-
-        Raises:
-            RequestError: 400; it demands a tool that is not offered.
-        """
         if self.type == "allowed_tools":
             named = [_named(offered.function["name"]) for tool in self.tools or [] for offered in tool.offered()]
             return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": named}}

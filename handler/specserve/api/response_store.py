@@ -12,10 +12,7 @@ from specserve.shares import Shares
 class ResponseStore:
     """Keeps the messages of the last responses, the answers included, for requests that continue one of them.
 
-    The parser's threads read while TorchServe's writes.
-
-    Args:
-        size: how many responses, maybe none; clients share them (shares.py).
+    The parser's threads read while TorchServe's writes. Clients share the `size` (shares.py), which may be 0.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,17 +20,11 @@ class ResponseStore:
         self._lock = Lock()
 
     def put(self, client: str, response_id: str, messages: list[dict[str, Any]]) -> None:
-        """Keep the messages of a response to a client, and those before it."""
         with self._lock:
             self._messages.put(client, response_id, messages)
-            self._messages.shrink(client)
 
     def messages(self, client: str, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the messages of a response to this client, none without an id.
-
-        Raises:
-            RequestError: 400; it is not kept.
-        """
+        """Return the messages of a response to this client, none without an id; raise a 400 if it is not kept."""
         if response_id is None:
             return []
         with self._lock:

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
 from specserve.api.body import Body, Items, Text
-from specserve.api.logprobs import chat_logprobs, output_positions
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.response_items import Item, Offered, ResponsesTool, ResponsesToolChoice, messages_of
@@ -20,19 +19,25 @@ Json = dict[str, Any]
 # Keeps the messages of a response, by its id, for requests that continue it.
 Keep = Callable[[str, list[Json]], None]
 
-
-# By type of item: how its id begins, the field of its text or arguments, and the events of that, if it has any.
-_KINDS = {
-    "reasoning": ("rs", "text", "response.reasoning_text"),
-    "message": ("msg", "text", "response.output_text"),
-    "function_call": ("fc", "arguments", "response.function_call_arguments"),
-    "custom_tool_call": ("ctc", "input", "response.custom_tool_call_input"),
-    "shell_call": ("sh", "action", None),
-    "local_shell_call": ("lsh", "action", None),
-    "apply_patch_call": ("apc", "operation", None),
+# The events of an item by stage, with {} for what is written in it.
+_PART = {
+    "begin": "output_item.added content_part.added",
+    "more": "{}.delta",
+    "end": "{}.done content_part.done output_item.done",
 }
-# Items whose text is streamed; others are sent once their JSON is complete.
-_STREAMED = {"reasoning", "message", "function_call"}
+_FUNCTION = {"begin": "output_item.added", "more": "{}.delta", "end": "{}.done output_item.done"}
+_CUSTOM = {"end": "output_item.added {0}.delta {0}.done output_item.done"}
+_OWN = {"end": "output_item.added output_item.done"}
+# By type of item: how its id begins, the field of its text or arguments, what is written in it, and its events.
+_KINDS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+    "reasoning": ("rs", "text", "reasoning_text", _PART),
+    "message": ("msg", "text", "output_text", _PART),
+    "function_call": ("fc", "arguments", "function_call_arguments", _FUNCTION),
+    "custom_tool_call": ("ctc", "input", "custom_tool_call_input", _CUSTOM),
+    "shell_call": ("sh", "action", "", _OWN),
+    "local_shell_call": ("lsh", "action", "", _OWN),
+    "apply_patch_call": ("apc", "operation", "", _OWN),
+}
 # The fields of a request that its response repeats, and what they are without it.
 _ECHOED: Json = {
     **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "reasoning", "store")),
@@ -47,16 +52,12 @@ _ECHOED: Json = {
 
 
 class ResponsesReasoning(Body):
-    """How the model is to think; there are no summaries of it."""
-
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
 class ResponsesRequest(GenerationRequest):
-    """The body of v1/responses."""
-
     input: Text | Items[Item]
     instructions: Text | None = None
     tools: Items[ResponsesTool] | None = None
@@ -65,7 +66,7 @@ class ResponsesRequest(GenerationRequest):
     text: TextForm | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Literal[0] | None = None
     include: Items[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -81,19 +82,13 @@ class ResponsesRequest(GenerationRequest):
                 yield f"tools[{index}].{tool.type}"
 
     def offered(self) -> list[Offered]:
-        """Return the functions that the model is offered."""
         return [offered for tool in self.tools or [] for offered in tool.offered()]
 
     def messages(self) -> list[Json]:
-        """Return the input as messages of a chat."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else messages_of(self.input)
 
     def chat(self, messages: list[Json]) -> ChatRequest:
-        """Translate it to a chat of these messages, its own and those before.
-
-        Raises:
-            RequestError: 400; a field is wrong.
-        """
+        """Translate it to a chat of these messages, its own and those before."""
         # Most templates take one system message, the first.
         rest = [*dropwhile(lambda message: message["role"] in {"system", "developer"}, messages)]
         system = [self.instructions, *(message["content"] for message in messages[: len(messages) - len(rest)])]
@@ -109,10 +104,11 @@ class ResponsesRequest(GenerationRequest):
             "tool_choice": choice.choice() if isinstance(choice, ResponsesToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": written or self.response_format,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
-        if self.top_logprobs or "message.output_text.logprobs" in (self.include or []):
-            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if "message.output_text.logprobs" in (self.include or []):
+            sentence = "Log-probabilities are returned by v1/completions and v1/chat/completions only."
+            raise RequestError(sentence, param="include", code="unsupported_value")
         return parse_body(chat, ChatRequest)
 
 
@@ -130,12 +126,10 @@ class ResponsesResponse(BlocksResponse):
         tools = [tool for tool in request.tools or [] if not tool.is_hosted]
         self._echoed["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         self._offered = {offered.function["name"]: offered for offered in request.offered()}
-        self._logprobs: dict[int, list[Json]] = {}
         self._sent = 0
 
     @staticmethod
     def error_body(error: RequestError) -> Json:
-        """Return the body of the response to a request that is refused or fails."""
         names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
         return BlocksResponse.error_body(error.renamed(names))
 
@@ -146,14 +140,12 @@ class ResponsesResponse(BlocksResponse):
 
     def _complete(self) -> Event:
         totals = self._totals()
-        usage, [generation] = totals["usage"], self.generations
+        usage = totals["usage"]
         output = [self._item(block, done=True) for block in self._blocks]
-        for index, scores in self._logprobs.items():
-            output[index]["content"][0]["logprobs"] = scores
         if self._keep is not None:
             self._keep(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
-        reason = "max_output_tokens" if generation.finish_reason == "length" else None
+        reason = "max_output_tokens" if self._generation.finish_reason == "length" else None
         response["incomplete_details"] = {"reason": reason} if self._is_cut else None
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         reasoning = usage["completion_tokens_details"].get("reasoning_tokens", 0)
@@ -169,9 +161,8 @@ class ResponsesResponse(BlocksResponse):
     @property
     def _is_cut(self) -> bool:
         """Whether the tokens ran out, or a stop string ended a call within its arguments."""
-        [generation] = self.generations
-        is_within_call = self._readers[generation].is_within_call
-        return generation.finish_reason == "length" or (generation.done and is_within_call)
+        generation = self._generation
+        return generation.finish_reason == "length" or (generation.done and self._readers[generation].is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:
         """Return the response; what is not known is null."""
@@ -180,7 +171,6 @@ class ResponsesResponse(BlocksResponse):
         return known | {"status": status, "background": False} | self._echoed | later | fields
 
     def _kind(self, block: Block) -> str:
-        """Return the type of a block's item."""
         if block.call is None:
             return "reasoning" if block.kind == "reasoning" else "message"
         return self._offered[block.call.name].item
@@ -192,7 +182,7 @@ class ResponsesResponse(BlocksResponse):
     def _item(self, block: Block, *, done: bool) -> Json:
         """Return the item of a block, with its text if it is done."""
         kind = self._kind(block)
-        prefix, field, events = _KINDS[kind]
+        prefix, field, _, events = _KINDS[kind]
         cut = self._is_cut and block is self._blocks[-1]
         status = "in_progress" if not done else "incomplete" if cut else "completed"
         item: Json = {"id": f"{prefix}_{self._request_id}_{block.index}", "type": kind, "status": status}
@@ -201,7 +191,7 @@ class ResponsesResponse(BlocksResponse):
             more: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
             return item | {"content": content} | more
         item["call_id"] = block.call.id
-        if events is None:
+        if events is _OWN:
             return item | {field: block.arguments}
         offered = self._offered[block.call.name]
         item |= {"name": offered.name, field: self._text(block) if done else ""}
@@ -211,50 +201,32 @@ class ResponsesResponse(BlocksResponse):
         """Return the one part of reasoning or of a message."""
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        # Scores come with their tokens and in the whole response only: to write megabytes of them takes long.
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def _new_logprobs(self, block: Block) -> list[Json]:
-        """Return the log-probabilities of the tokens since the last call, without those of the reasoning before."""
-        [generation] = self.generations
-        tokens = generation.take_tokens() if self._form.request.scores is not None else []
-        positions = output_positions(token for token in tokens if token.offset >= self._readers[generation].reasoned)
-        scores: list[Json] = chat_logprobs(self._counted(positions), self._vocabulary)["content"]
-        self._logprobs.setdefault(block.index, []).extend(scores)
-        return scores
 
     def _beginning(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self._object("in_progress")}
 
     def _block_events(self, stage: Stage, block: Block, text: str) -> Iterator[Event]:
-        kind = self._kind(block)
-        _, field, name = _KINDS[kind]
-        place: Json = {"item_id": self._item(block, done=False)["id"], "output_index": block.index}
-        place |= {} if block.call else {"content_index": 0}
-        logprobs = block.kind == "text"
-        if stage == ("begin" if kind in _STREAMED else "end"):
-            item = self._item(block, done=False)
-            yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
-        if stage == "begin" and not block.call:
-            yield {"type": "response.content_part.added", **place, "part": self._part(block, "")}
-        if stage == "more" and kind in _STREAMED:
-            scores = {"logprobs": self._new_logprobs(block)} if logprobs else {}
-            yield {"type": f"{name}.delta", **place, "delta": text, **scores}
-        if stage != "end":
-            return
-        text = self._text(block)
-        if kind == "custom_tool_call":
-            yield {"type": f"{name}.delta", **place, "delta": text}
-        if name is not None:
-            yield {"type": f"{name}.done", **place, field: text, **({"logprobs": []} if logprobs else {})}
-        if not block.call:
-            yield {"type": "response.content_part.done", **place, "part": self._part(block, text)}
-        item = self._item(block, done=True)
-        yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+        _, field, written, events = _KINDS[self._kind(block)]
+        for name in events.get(stage, "").format(written).split():
+            item = self._item(block, done=name == "output_item.done")
+            text = self._text(block) if stage == "end" else text
+            event: Json = {"type": f"response.{name}", "output_index": block.index}
+            subject, _, change = name.partition(".")
+            if subject == "output_item":
+                yield event | {"item": item}
+                continue
+            event |= {"item_id": item["id"]} | ({} if block.call else {"content_index": 0})
+            if subject == "content_part":
+                event["part"] = self._part(block, text)
+            else:
+                event["delta" if change == "delta" else field] = text
+            if subject == "output_text":
+                event["logprobs"] = []
+            yield event
 
-    def _end(self) -> Iterator[Event]:
-        response = self._complete()
+    def _end(self, response: Event) -> Iterator[Event]:
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _failure(self, error: RequestError) -> Event:

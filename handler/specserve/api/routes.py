@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from urllib.parse import quote
 
 import specserve
@@ -19,22 +18,20 @@ from specserve.api.incoming import Incoming
 from specserve.api.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.api.openapi import openapi
 from specserve.api.parse import parse_body
-from specserve.api.prompt import Prompt, Tokenizer
+from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
-from specserve.api.resolve import ResponseForm, resolve
+from specserve.api.resolve import resolve
 from specserve.api.response import GenerationResponse, Json, Response
 from specserve.api.response_store import ResponseStore
-from specserve.api.responses import ResponsesRequest, ResponsesResponse
+from specserve.api.responses import Keep, ResponsesRequest, ResponsesResponse
 from specserve.config import HandlerConfig, ModelConfig
-from specserve.core.generation import Generation
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
-from specserve.engine.invariance import REPEATS
 from specserve.engine.kernels import calls
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import Contained, RequestError
+from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
-from specserve.speculation.costs import PassCosts
+from specserve.speculation.costs import CostTable
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +42,23 @@ _IGNORED_HEADER = "x-specserve-ignored"
 _MAX_WARNINGS = 100
 
 
+Generating = CompletionRequest | ChatRequest | ResponsesRequest | CountRequest | InfillRequest
+# By route, its requests and responses; the bare URL of a model takes completions.
+_GENERATING: dict[str, tuple[type[Generating], type[GenerationResponse]]] = {
+    "": (CompletionRequest, CompletionResponse),
+    "v1/completions": (CompletionRequest, CompletionResponse),
+    "v1/chat/completions": (ChatRequest, ChatResponse),
+    "v1/responses": (ResponsesRequest, ResponsesResponse),
+    "v1/messages": (MessagesRequest, MessagesResponse),
+    "v1/messages/count_tokens": (CountRequest, MessagesResponse),
+    "infill": (InfillRequest, InfillResponse),
+}
+
+
 class Routes:
     """Maps requests to responses, which are complete or to be generated.
 
-    Args:
-        config: of the server.
-        models: as loaded.
-        scheduler: asked by routes that generate nothing; they must not run during an engine step.
-        holdback: draws the control group.
-        name: of the model in TorchServe, which is one of its ids.
+    Routes that generate nothing ask the scheduler, so they must not run during a round.
     """
 
     def __init__(
@@ -69,55 +74,39 @@ class Routes:
         self._warned_of: set[str] = set()
         self._template = chat_template_of(models.vocabulary)
         self._tokenizer = Tokenizer(models.vocabulary, config)
-        # The bare URL of a model takes completions.
-        self._generating: dict[str, tuple[type[Body], Callable[[Any, Incoming], Response]]] = {
-            "": (CompletionRequest, self._complete),
-            "v1/completions": (CompletionRequest, self._complete),
-            "v1/chat/completions": (ChatRequest, self._chat),
-            "v1/responses": (ResponsesRequest, self._create_response),
-            "v1/messages": (MessagesRequest, self._create_message),
-            "v1/messages/count_tokens": (CountRequest, self._count_tokens),
-            "infill": (InfillRequest, self._infill),
-        }
         self._describing: dict[str, Callable[[], Json]] = {
             "v1/models": lambda: {"object": "list", "data": [self._model(name) for name in self._model_ids]},
             "v1/speculation": self._speculation,
             "v1/openapi.json": openapi,
         }
 
-    def generates(self, route: str) -> bool:
+    @staticmethod
+    def generates(route: str) -> bool:
         """Whether a route tokenizes, and is parsed in a thread of its own."""
-        return route in self._generating
+        return route in _GENERATING
 
     @staticmethod
     def refusal(route: str, error: RequestError) -> Response:
         """Return the response to a refused request, in the protocol of its route."""
-        others: dict[str, type[Response]] = {"v1/messages": MessagesResponse, "v1/responses": ResponsesResponse}
-        return others.get(route.removesuffix("/count_tokens"), Response).refusal(error)
+        _, kind = _GENERATING.get(route, (None, Response))
+        return kind.refusal(error)
 
     def respond(self, incoming: Incoming) -> Response:
-        """Return the response to a request; any failure becomes an error response."""
-        errors: list[RequestError] = []
-        with Contained(incoming.request_id, errors.append):
-            return self._respond(incoming)
-        return self.refusal(incoming.route, *errors)
-
-    def _respond(self, incoming: Incoming) -> Response:
+        """Return the response to a request, or raise the RequestError by which it is refused."""
         route = incoming.route
-        if route in self._generating:
+        if route in _GENERATING:
             if incoming.body is None:
                 raise RequestError(
                     "The request has no JSON body. Send it with the header 'Content-Type: application/json' (curl: "
                     "--json instead of -d): TorchServe reads what is announced as a form itself, and passes on fields."
                 )
-            kind, respond = self._generating[route]
-            request = parse_body(incoming.body, kind)
-            return self._named(request, respond(request, incoming))
+            request = parse_body(incoming.body, _GENERATING[route][0])
+            return self._named(request, self._generate(request, incoming))
         if route in self._describing:
             return Response(self._describing[route]())
         if route.startswith("v1/models/"):
             return Response(self._model(self._known_model(route.removeprefix("v1/models/"))))
-        *most, last = filter(None, [*self._generating, *self._describing])
+        *most, last = filter(None, [*_GENERATING, *self._describing])
         message = f"There is no route '{route}': this server generates text only, and has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
 
@@ -136,11 +125,9 @@ class Routes:
             "models": {
                 role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": REPEATS}
-            if models.invariance is None
-            else {**models.invariance._asdict(), "sentence": models.invariance.sentence},
+            "batch_invariance": {"sentence": models.repeats},
             "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
-            "costs": {role: _table(cost) for role, cost in costs.items() if cost is not None},
+            "costs": {role: _near(cost.table) for role, cost in costs.items() if cost is not None},
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
@@ -176,61 +163,32 @@ class Routes:
                 logger.warning("specserve: requests have the field '%s', which is ignored", name)
         return response
 
-    def _complete(self, request: CompletionRequest, incoming: Incoming) -> Response:
-        return self._generate(CompletionResponse, request, self._tokenizer.completion(request), incoming)
-
-    def _chat(self, request: ChatRequest, incoming: Incoming) -> Response:
-        return self._generate(ChatResponse, request, [self._chat_prompt(request)], incoming)
-
-    def _create_response(self, request: ResponsesRequest, incoming: Incoming) -> Response:
-        messages = self._store.messages(incoming.client, request.previous_response_id) + request.messages()
-        chat = request.chat(messages)
-        keeps = self._config.responses_store > 0 and request.store is not False
-        keep = partial(self._store.put, incoming.client) if keeps else None
-        kind = partial(ResponsesResponse, request, messages, keep)
-        return self._generate(kind, chat, [self._chat_prompt(chat)], incoming)
-
-    def _create_message(self, request: MessagesRequest, incoming: Incoming) -> Response:
-        chat = request.chat()
-        return self._generate(MessagesResponse, chat, [self._chat_prompt(chat)], incoming)
-
-    def _count_tokens(self, request: CountRequest, _incoming: Incoming) -> Response:
-        chat = request.chat()
-        self._known_model(chat.model)
-        return Response({"input_tokens": len(self._chat_prompt(chat).tokens)})
-
-    def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        if self._template is None:
+    def _generate(self, request: Generating, incoming: Incoming) -> Response:
+        """Return the response to a valid request, with its generations; it may be drawn for the control group."""
+        model, vocabulary, template = self._known_model(request.model), self._models.vocabulary, self._template
+        kind: Callable[..., Response] = _GENERATING[incoming.route][1]
+        asked: CompletionRequest | ChatRequest
+        if isinstance(request, InfillRequest):
+            kind, asked = partial(kind, request), request.completion()
+        elif isinstance(request, ResponsesRequest):
+            messages, keep = self._conversation(request, incoming.client)
+            kind, asked = partial(kind, request, messages, keep), request.chat(messages)
+        else:
+            asked = request.chat() if isinstance(request, CountRequest) else request
+        if isinstance(request, InfillRequest):
+            prompts = [infill_prompt(request, self._tokenizer, vocabulary)]
+        elif isinstance(asked, CompletionRequest):
+            prompts = self._tokenizer.completion(asked)
+        elif template is None:
             raise RequestError("This model has no chat template; use v1/completions.", code="unsupported_value")
-        return self._tokenizer.chat(request, self._template.prompt)
-
-    def _infill(self, request: InfillRequest, incoming: Incoming) -> Response:
-        prompt = infill_prompt(request, self._tokenizer, self._models.vocabulary)
-        _, [[generation]] = self._resolved(request.completion(prompt), [prompt], incoming)
-        generation.warm_cache()
-        return InfillResponse(request, generation, model=self._known_model(request.model))
-
-    def _generate(
-        self,
-        kind: Callable[..., GenerationResponse],
-        request: CompletionRequest | ChatRequest,
-        prompts: list[Prompt],
-        incoming: Incoming,
-    ) -> Response:
-        """Return the response to a valid request, with its generations."""
-        model = self._known_model(request.model)
-        form, candidates = self._resolved(request, prompts, incoming)
-        return kind(form, candidates, vocabulary=self._models.vocabulary, request_id=incoming.request_id, model=model)
-
-    def _resolved(
-        self, request: CompletionRequest | ChatRequest, prompts: list[Prompt], incoming: Incoming
-    ) -> tuple[ResponseForm, list[list[Generation]]]:
-        """Resolve a valid request; it may be drawn for the control group."""
-        template = self._template
-        return resolve(
-            request,
+        else:
+            prompts = [self._tokenizer.chat(asked, template.prompt)]
+        if incoming.route == "v1/messages/count_tokens":
+            return Response({"input_tokens": len(prompts[0].tokens)})
+        form, groups = resolve(
+            asked,
             prompts,
-            self._models.vocabulary,
+            vocabulary,
             self._models.grammars,
             self._config,
             calls=template.calls if template else None,
@@ -239,23 +197,21 @@ class Routes:
             client=incoming.client,
             held_back=self._holdback.draw(),
         )
+        generations = [generation for group in groups for generation in group]
+        return kind(form, generations, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
+
+    def _conversation(self, request: ResponsesRequest, client: str) -> tuple[list[Json], Keep | None]:
+        """Return a request's messages and those before, and what keeps them for requests that continue them."""
+        messages = self._store.messages(client, request.previous_response_id) + request.messages()
+        keeps = self._config.responses_store > 0 and request.store is not False
+        return messages, partial(self._store.put, client) if keeps else None
 
     def _known_model(self, model: str | None) -> str:
-        """Return the model id that a request names, or the default.
-
-        Raises:
-            RequestError: 404; there is no such model.
-        """
-        if model is None:
-            return self._model_ids[0]
-        if model not in self._model_ids:
-            raise RequestError(
-                f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}.",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        return model
+        """Return the model id that a request names, or the default; raise a 404 if there is no such model."""
+        if model in (None, *self._model_ids):
+            return model or self._model_ids[0]
+        sentence = f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}."
+        raise RequestError(sentence, status=404, param="model", code="model_not_found")
 
 
 def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
@@ -269,12 +225,9 @@ def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | 
     }
 
 
-def _table(cost: PassCosts) -> dict[str, list[int] | list[float]]:
-    near, *_, far = cost.table.seconds
+def _near(costs: CostTable) -> dict[str, list[int] | list[float]]:
+    """Return the costs of passes after short texts."""
     return {
-        "rows": list(cost.table.rows),
-        "kv_len": list(cost.table.kv_len),
-        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in near],
-        "milliseconds_far": [round(1000 * seconds, _DIGITS) for seconds in far],
-        "milliseconds_now": [round(1000 * cost.seconds(rows, 0), _DIGITS) for rows in cost.table.rows],
+        "rows": list(costs.rows),
+        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in costs.seconds[0]],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
@@ -12,38 +13,31 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SamplingParams
 
-# Entries of lists of tokens and of `bad_words` (SECURITY.md).
-MAX_TOKENS = 1024
-_MAX_WORDS = 64
+_MAX_TOKENS = 1024  # in lists of tokens (SECURITY.md)
 _INT64 = 2**63
 # vLLM and llama.cpp take this seed for "choose one".
 _ANY_SEED = -1
 
-Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
-# llama.cpp's [token or text, bias]; false is "never".
-BiasPair = Annotated[list[bool | float | Text], Field(min_length=2, max_length=2)]
-BiasPairs = Annotated[Items[BiasPair], Field(max_length=MAX_TOKENS)]
+TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Biases = Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], at_most(_MAX_TOKENS)]
 StopString = Annotated[Text, Field(max_length=1000)]
-Tokens = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
+Tokens = Annotated[Items[int], Field(max_length=_MAX_TOKENS)]
 
 
 class SamplingFields(Body):
-    """The fields about sampling; null is the same as leaving one out."""
-
-    temperature: float | None = Field(default=1.0, ge=0, le=2)
-    top_p: float | None = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=_INT64 - 1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, le=_INT64 - 1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
-    logit_bias: Biases | BiasPairs | None = None
+    logit_bias: Biases | None = None
     allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
-    bad_words: Annotated[Items[StopString], Field(max_length=_MAX_WORDS)] | None = None
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
-    min_tokens: int | None = Field(default=None, ge=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
+    min_tokens: int = Field(default=0, ge=0)
     stop_token_ids: Tokens | None = None
-    ignore_eos: bool | None = False
+    ignore_eos: bool = False
 
     def sampling_params(self, vocabulary: Vocabulary) -> SamplingParams:
         """Return how tokens are sampled; end tokens that are ignored never are.
@@ -52,59 +46,28 @@ class SamplingFields(Body):
             RequestError: 400; a field names something that is no token.
         """
         ends, stop_tokens = vocabulary.end_tokens(), self.stop_token_ids or []
+        biases = [(int(token), bias) for token, bias in (self.logit_bias or {}).items()]
         check_tokens("stop_token_ids", stop_tokens, vocabulary)
         check_tokens("allowed_token_ids", self.allowed_token_ids or [], vocabulary)
-        never = [(token, -math.inf) for token in ends] if self.ignore_eos else []
+        check_tokens("logit_bias", (token for token, _ in biases), vocabulary)
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
             seed=None if self.seed == _ANY_SEED else self.seed,
-            logit_bias=(*self._biases(vocabulary), *never),
+            logit_bias=(*biases, *((token, -math.inf) for token in ends if self.ignore_eos)),
             allowed_tokens=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            min_tokens=self.min_tokens or 0,
+            min_tokens=self.min_tokens,
             end_tokens=(*ends, *stop_tokens) if self.min_tokens else (),
-            repetition_penalty=self.repetition_penalty or 1.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
         )
 
-    def _biases(self, vocabulary: Vocabulary) -> list[tuple[int, float]]:
-        """Return the biases by token; in llama.cpp's pairs also of all tokens of a text, and false forbids a token."""
-        given = self.logit_bias or {}
-        result: list[tuple[int, float]] = []
-        for name, bias in given.items() if isinstance(given, dict) else given:
-            if isinstance(name, str) and isinstance(given, list):
-                tokens = vocabulary.encode(name, begin=False)
-            else:
-                tokens = [_token_id(name, vocabulary)]
-            is_bias = not isinstance(bias, str) and bias is not True and -100 <= bias <= 100
-            if isinstance(bias, str) or not is_bias or len(result) + len(tokens) > MAX_TOKENS:
-                sentence = (
-                    f"Pairs of 'logit_bias' have a bias from -100 to 100 or false, and {MAX_TOKENS} tokens at most."
-                )
-                raise RequestError.invalid("logit_bias", sentence)
-            result += [(token, -math.inf if bias is False else bias) for token in tokens]
-        return result
 
-    def _bad_words(self, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
-        """Return the words as tokens, both at the beginning of a text and after a space, as vLLM forbids them."""
-        spelled = [space + word.lstrip() for word in self.bad_words or () for space in ("", " ")]
-        forms = dict.fromkeys(tuple(vocabulary.encode(form, begin=False)) for form in spelled)
-        return tuple(filter(None, forms))
-
-
-def _token_id(name: str | float, vocabulary: Vocabulary) -> int:
-    """Return the token that a key of `logit_bias` names."""
-    digits = str(name).removesuffix(".0")
-    if digits.isascii() and digits.isdigit() and len(digits) < 10 and int(digits) < vocabulary.size:
-        return int(digits)
-    sentence = f"'logit_bias' names tokens by their ids, 0 to {vocabulary.size - 1}; '{digits}' is none."
-    raise RequestError.invalid("logit_bias", sentence)
-
-
-def check_tokens(param: str, tokens: list[int], vocabulary: Vocabulary) -> None:
+def check_tokens(param: str, tokens: Iterable[int], vocabulary: Vocabulary) -> None:
     """Refuse ids that are no tokens by a 400 that names their field."""
     if any(not 0 <= token < vocabulary.size for token in tokens):
-        raise RequestError.invalid(param, f"Token ids must lie between 0 and {vocabulary.size - 1}.")
+        sentence = f"Token ids of '{param}' must lie between 0 and {vocabulary.size - 1}."
+        raise RequestError.invalid(param, sentence)

@@ -13,29 +13,19 @@ from specserve.sequence import Group, SequenceStats, SpeculationParams, Verifica
 
 
 class SpeculationOptions(Body):
-    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round.
-
-    With `sources` the response says who wrote what. Lookups search answers of the same `pool`; an empty one has none.
-    """
+    """Speculation for this request: the server's default, off, or a fixed number of draft tokens per round."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     gamma: int | None = Field(default=None, ge=1, le=32)
     drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
-    sources: bool = False
-    pool: Annotated[Text, Field(max_length=200)] | None = None
+    sources: bool = False  # whether the response says who wrote what
+    pool: Annotated[Text, Field(max_length=200)] = "default"  # of answers that lookups search; '' is none
 
     def params(
         self, config: HandlerConfig, group: Group, client: str, *, greedy: bool, seeded: bool
     ) -> SpeculationParams:
-        """Return how drafts are made and verified, within the operator's limits.
-
-        Args:
-            config: of the server.
-            group: of the request; its mode, unless it is in the control group.
-            client: whose pools it uses.
-            greedy: whether the temperature is 0.
-            seeded: whether it has a seed.
+        """Return how drafts are made and verified, within the operator's limits; `group` has the mode.
 
         Raises:
             RequestError: 400; it is beyond the limits.
@@ -53,7 +43,7 @@ class SpeculationOptions(Body):
         # same, and `token` is the name that describes `accept_equal` best.
         default: Verification = "token" if greedy else "coupled" if seeded else "block"
         drafter = None if self.drafter == "auto" else self.drafter
-        pool = None if self.pool == "" else (client, self.pool or "default")
+        pool = (client, self.pool) if self.pool else None
         return SpeculationParams(gamma, self.verification or default, drafter, mode, pool)
 
 

@@ -7,23 +7,22 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specserve.api.body import Body, Items, Text, disagreement
+from specserve.api.body import Body, Items, Text
+from specserve.errors import RequestError
 from specserve.grammar.call_form import NAME_PATTERN
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class Function(Body):
-    """A function that the model may call, by its name and the JSON schema of its arguments."""
-
     name: str = Field(pattern=f"^{NAME_PATTERN}$")
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
 
 
 class Tool(Body):
-    """A tool; every tool is a function."""
+    """A tool, or by its name the one that has to be called; every tool is a function."""
 
     type: Literal["function"]
     function: Function
@@ -35,41 +34,19 @@ class Tool(Body):
         return {"type": "function", "function": {"name": function.name, **described}}
 
 
-class FunctionName(Body):
-    """A function, by its name."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """A tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedToolsList(Body):
-    """The tools that may be called, and whether one has to be."""
-
+class SomeTools(Body):
     mode: Literal["auto", "required"]
-    tools: Items[NamedTool]
+    tools: Items[Tool]
 
 
 class AllowedTools(Body):
-    """A choice among some of the tools."""
-
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolsList
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+    allowed_tools: SomeTools
 
 
 class CalledFunction(Body):
-    """A function with the JSON text of the arguments that it was called with."""
-
     name: Text
-    arguments: Text
+    arguments: Text  # JSON
 
 
 class ToolCall(Body):
@@ -91,38 +68,37 @@ class ToolCall(Body):
 
 
 class ToolFields(Body):
-    """The fields of a request for an answer that may call tools."""
-
     tools: Items[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | AllowedTools | None = None
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _choice_agrees(self) -> Self:
-        names, named = [tool.function.name for tool in self.tools or []], self._named_tools
+        names, (_, chosen) = [tool.function.name for tool in self.tools or []], self._choice
         if len({*names}) < len(names):
-            raise disagreement("tools", "each tool needs a name of its own")
-        unknown = [name for name in named or () if name not in names]
-        if unknown or named == []:
-            raise disagreement("tool_choice", f"'tool_choice' names no tool of 'tools': '{''.join(unknown[:1])}'")
+            raise RequestError.invalid("tools", "Each tool needs a name of its own.")
+        unknown = [name for name in chosen or () if name not in names]
+        if unknown or chosen == []:
+            raise RequestError.invalid(
+                "tool_choice", f"'tool_choice' names no tool of 'tools': '{''.join(unknown[:1])}'."
+            )
         if self.tool_choice == "required" and not names:
-            raise disagreement("tool_choice", "'tool_choice': 'required' needs 'tools'")
+            raise RequestError.invalid("tool_choice", "'tool_choice': 'required' needs 'tools'.")
         return self
 
     @property
-    def _named_tools(self) -> list[str] | None:
-        """The names in `tool_choice`; None if it names no tool."""
+    def _choice(self) -> tuple[str, list[str] | None]:
+        """Whether tools may, have to or may not be called, and the names of those that may; None is any."""
         choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return [choice.function.name]
-        return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedTools) else None
+        if isinstance(choice, Tool):
+            return "required", [choice.function.name]
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+        return choice or "auto", None
 
     @property
     def requires_call(self) -> bool:
-        """Whether the answer has to be a call."""
-        choice = self.tool_choice
-        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-        return mode == "required" or isinstance(choice, NamedTool)
+        return self._choice[0] == "required"
 
     @property
     def strict_tools(self) -> frozenset[str]:
@@ -132,6 +108,6 @@ class ToolFields(Body):
     @property
     def callable_tools(self) -> dict[str, dict[str, Any]]:
         """The tools that may be called, by name, and the JSON schemas of their arguments."""
-        named = [] if self.tool_choice == "none" else self._named_tools
-        tools = [tool.function for tool in self.tools or []]
-        return {tool.name: tool.parameters or {} for tool in tools if named is None or tool.name in named}
+        mode, names = self._choice
+        tools = [tool.function for tool in self.tools or [] if mode != "none"]
+        return {tool.name: tool.parameters or {} for tool in tools if names is None or tool.name in names}

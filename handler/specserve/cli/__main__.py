@@ -21,11 +21,6 @@ class _Parser(argparse.ArgumentParser):
     """Reports a usage error in one line, as every other error is reported."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
-
-        Raises:
-            ConfigError: always.
-        """
         raise ConfigError(f"{message}; `{self.prog} --help` lists what it takes.")
 
 
@@ -35,45 +30,41 @@ def parser() -> argparse.ArgumentParser:
     specserve.add_argument("--version", action="version", version=f"specserve {__version__}")
     verbs = specserve.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, function: str, sentence: str) -> argparse.ArgumentParser:
+    def verb(
+        name: str, function: str, sentence: str, *, config: bool = False, port: bool = False
+    ) -> argparse.ArgumentParser:
         added = verbs.add_parser(name, prog=f"scripts/{name}", help=sentence, description=sentence)
         added.set_defaults(run=f"specserve.cli.{function}")
+        if config:
+            default = paths.DEFAULT_CONFIG
+            text = f"a model YAML (default: {default.relative_to(paths.PROJECT)})"
+            added.add_argument("--config", type=Path, default=default, metavar="FILE", help=text)
+        if port:
+            added.add_argument("--port", type=int, default=8080, help="the first of five ports (default: 8080)")
         return added
 
-    def add_config(verb: argparse.ArgumentParser) -> None:
-        default = paths.DEFAULT_CONFIG
-        text = f"a model YAML (default: {default.relative_to(paths.PROJECT)})"
-        verb.add_argument("--config", type=Path, default=default, metavar="FILE", help=text)
-
-    def add_port(verb: argparse.ArgumentParser) -> None:
-        verb.add_argument("--port", type=int, default=8080, help="the first of five ports (default: 8080)")
-
-    serve = verb("serve", "server:run", "Build the archive of a configuration and start TorchServe on it.")
-    add_config(serve)
-    add_port(serve)
+    sentence = "Build the archive of a configuration and start TorchServe on it."
+    serve = verb("serve", "server:run", sentence, config=True, port=True)
     serve.add_argument("--detach", action="store_true", help="return when the server is ready")
     serve.add_argument("--no-auth", action="store_true", help="ask for no token")
+    verb("stop", "torchserve_process:run", "Stop a running server.", port=True)
 
-    chat = verb("chat", "chat:run", "Chat with a running server: who wrote each token, and what speculation gains.")
-    add_port(chat)
-    chat.add_argument("--host", default="127.0.0.1", help="the server's address (default: 127.0.0.1)")
+    sentence = "Chat with a running server: who wrote each token, and what speculation gains."
+    chat = verb("chat", "chat:run", sentence, port=True)
     chat.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
-
-    add_port(verb("stop", "torchserve_process:run", "Stop a running server."))
 
     fetch = verb("fetch_models", "models:run_fetch", "Download the model files of a configuration.")
     prepare = verb("prepare", "models:run_prepare", "Download and requantise the models of a configuration.")
     for command in (fetch, prepare):
         command.add_argument("config", type=Path, metavar="FILE", help="a model YAML, such as config/smollm2-135m.yaml")
 
-    archive = verb("archive", "archive:run", "Write a .mar with the handler and the model YAML, without the weights.")
-    add_config(archive)
+    sentence = "Write a .mar with the handler and the model YAML, without the weights."
+    archive = verb("archive", "archive:run", sentence, config=True)
     archive.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
     archive.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
 
-    doctor = verb("doctor", "doctor:run", "Check the machine, the build and the models, and say what to change.")
-    add_config(doctor)
-    add_port(doctor)
+    sentence = "Check the machine, the build and the models, and say what to change."
+    doctor = verb("doctor", "doctor:run", sentence, config=True)
     doctor.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
 
     report = verb("report", "report:run", "Summarise traces: acceptance by prompt family and by draft length.")
@@ -107,7 +98,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> NoReturn:
-    """Run the command line of this process."""
     sys.exit(main(sys.argv[1:]))
 
 

@@ -30,13 +30,7 @@ class Tensor:
 
 
 def prepared_document(config_file: Path) -> dict[str, Any]:
-    """Prepare the models; returns the model YAML with the absolute paths of the files to load.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-        EnvironmentFailure: a model is not available.
-        ModelLoadError: a model cannot be requantised.
-    """
+    """Prepare the models, as `prepare`; returns the model YAML with the absolute paths of the files to load."""
     document, config = load_yaml(config_file)
     handler = dict(document["handler"])
     for role, path in prepare(config_file)._asdict().items():
@@ -55,16 +49,12 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
 
 def prepared_handler(config_file: Path) -> HandlerConfig:
-    """Prepare the models; returns the configuration of a worker. Raises what `prepared_document` raises."""
+    """Prepare the models, as `prepare`; returns the configuration of a worker."""
     return parse_handler(prepared_document(config_file)["handler"], str(config_file))
 
 
 def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version: str = paths.VERSION) -> Path:
-    """Write `NAME.mar`, with a content from `prepared_document`, into a model store; returns its path.
-
-    Raises:
-        ConfigError: the name or the version cannot be part of a URL.
-    """
+    """Write `NAME.mar`, with a document from `prepared_document`, into a model store; returns its path."""
     for option, value in (("name", name), ("version", version)):
         if not _NAME.fullmatch(value):
             raise ConfigError(
@@ -72,34 +62,27 @@ def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version:
                 "and begins with a letter or a digit."
             )
     package = paths.SOURCE_ROOT / "specserve"
-    files_of_package = (path.relative_to(paths.SOURCE_ROOT) for path in package.rglob("*") if path.is_file())
+    entry, library = paths.SOURCE_ROOT / "speculative_handler.py", kernel_library.library_path()
     content: dict[str, str | Path] = {
         "model.yaml": yaml.safe_dump(document, sort_keys=False),
         "torch.py": TORCH_STUB,
-        "speculative_handler.py": paths.SOURCE_ROOT / "speculative_handler.py",
-        **{
-            str(path): paths.SOURCE_ROOT / path
-            for path in files_of_package
-            if not {"__pycache__", "cli"} & {*path.parts}
-        },
+        entry.name: entry,
     }
-    library = kernel_library.library_path()
+    for path in package.rglob("*"):
+        if path.is_file() and not {"__pycache__", "cli"} & {*path.relative_to(package).parts}:
+            content[str(path.relative_to(paths.SOURCE_ROOT))] = path
     if library.exists():
         content[f"specserve/engine/{library.name}"] = library
-    return write_mar(store / f"{name}.mar", version, "speculative_handler.py", content, config="model.yaml")
+    return write_mar(store / f"{name}.mar", version, entry.name, content, config="model.yaml")
 
 
 def write_mar(
     target: Path, version: str, handler: str, content: dict[str, str | Path], config: str | None = None
 ) -> Path:
-    """Write a model archive: a zip file with a manifest, as TorchServe 0.12 reads it.
+    """Write a model archive, which is replaced atomically: a zip file with a manifest, as TorchServe 0.12 reads it.
 
-    Args:
-        target: the archive, which is replaced atomically; its name without `.mar` is the model's.
-        version: the model's version.
-        handler: the name of the entry point among the files.
-        content: files to copy, or their texts, by their names in the archive.
-        config: the name of the model YAML among them.
+    `content` has files to copy, or their texts, by their names in the archive; `handler` (the entry point) and `config`
+    (the model YAML) are two of these names. The name of `target` without `.mar` is the model's.
     """
     model = {"modelName": target.stem, "modelVersion": version, "handler": handler}
     if config:
@@ -119,7 +102,6 @@ def write_mar(
 
 
 def run(options: Namespace) -> int:
-    """Write an archive and print its path."""
     document = prepared_document(options.config)
     print(pack(document, paths.MODEL_STORE, options.name, options.version), flush=True)
     return 0

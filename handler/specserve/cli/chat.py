@@ -18,7 +18,7 @@ from rich.text import Text
 
 from specserve.cli.server import base_url, session
 from specserve.cli.torchserve_process import State
-from specserve.errors import ConfigError, EnvironmentFailure, RequestError
+from specserve.errors import EnvironmentFailure, RequestError
 
 _TIMEOUT_SECONDS = (10, 300)  # to connect, and between two pieces of text
 # By the source of a piece in the API's field `sources`.
@@ -51,10 +51,10 @@ def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> s
 
 
 class Chat:
-    """A conversation with the server of `state` on `host`; every request has `fields`."""
+    """A conversation with a server; every request has `fields`."""
 
-    def __init__(self, state: State, host: str, fields: dict[str, object], console: Console) -> None:
-        self._url = base_url(state, host)
+    def __init__(self, state: State, fields: dict[str, object], console: Console) -> None:
+        self._url = base_url(state)
         self._session = session(state.key("inference"))
         self._fields = fields
         self._console = console
@@ -62,11 +62,7 @@ class Chat:
         self._mode = "/fast"
 
     def greeting(self) -> Text:
-        """Return the server's model, and what the colours mean.
-
-        Raises:
-            EnvironmentFailure: there is no server, or it refuses.
-        """
+        """Return the server's model, and what the colours mean."""
         try:
             with self._answered("GET", "models") as answer:
                 return Text.assemble(answer.json()["data"][0]["id"], ": ", _LEGEND)
@@ -100,13 +96,8 @@ class Chat:
             self._ask(line)
 
     def _ask(self, question: str) -> None:
+        """Print an answer, coloured by source, and its figures; Ctrl-C ends it, and what came is kept."""
         messages = [*self._messages, {"role": "user", "content": question}]
-        text, figures = self._answer(messages)
-        self._messages = [*messages, {"role": "assistant", "content": text}]
-        self._console.print(f"\n{figures}\n", style="dim", soft_wrap=True)
-
-    def _answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
-        """Print an answer, coloured by source; returns its text and its figures, as far as it came if interrupted."""
         text, figures = "", "stopped"
         begun = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(self._chunks(messages)) as chunks:
@@ -117,18 +108,17 @@ class Chat:
                     segment = Segment(piece.translate(_VISIBLE), _STYLES[source])
                     text += segment.text
                     self._console.print(Segments([segment]), end="", soft_wrap=True)
-        return text, figures
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        self._console.print(f"\n{figures}\n", style="dim", soft_wrap=True)
 
     def _chunks(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:
-        options = {
-            "speculation": {"mode": _MODES[self._mode], "sources": True},
-            "stream_options": {"include_usage": True},
-        }
-        body = {**self._fields, **options, "messages": messages, "stream": True}
+        speculation = {"mode": _MODES[self._mode], "sources": True}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {**self._fields, **streamed, "messages": messages, "speculation": speculation}
         with self._answered("POST", "chat/completions", json=body, stream=True) as answer:
-            for line in filter(None, answer.iter_lines()):
-                data = line.decode().removeprefix("data: ")
-                if data == "[DONE]":
+            # Other lines are empty, or comments, which keep the connection alive.
+            for data in (line[6:] for line in answer.iter_lines() if line.startswith(b"data: ")):
+                if data == b"[DONE]":
                     return
                 event = json.loads(data)
                 if "error" in event:
@@ -159,13 +149,9 @@ def _reason(answer: requests.Response) -> str:
 
 
 def run(options: Namespace) -> int:
-    """Chat until the input ends."""
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1.")
     console = Console(highlight=False)
     # Greedy, so that /fast and /plain give the same text.
-    fields = {"max_tokens": options.max_tokens, "temperature": 0}
-    chat = Chat(State(options.port), options.host, fields, console)
+    chat = Chat(State(options.port), {"max_tokens": options.max_tokens, "temperature": 0}, console)
     greeting = chat.greeting()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):

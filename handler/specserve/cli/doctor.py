@@ -8,7 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +20,10 @@ from rich.console import Console
 import specserve
 from specserve.cli import files, torchserve_process
 from specserve.cli.models import Prepared, prepare
-from specserve.cli.torchserve_process import State
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.invariance import probe
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
-from specserve.errors import EngineError, EnvironmentFailure, ModelLoadError
 from specserve.machine import usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.measure import measure
@@ -44,40 +41,37 @@ _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "torchserve")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
-
-    Args:
-        topic: what was checked.
-        sentence: the result, and what to do if it is not well.
-        well: False if something should be done.
-        facts: the numbers from which the sentence was written.
-    """
-
     topic: str
-    sentence: str
-    well: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
+    sentence: str  # the result, and what to do if it is not well
+    well: bool = True  # False if something should be done
+    facts: dict[str, Any] = field(default_factory=dict)  # the numbers from which the sentence was written
 
 
-def examine(handler: HandlerConfig, prepared: Prepared, state: State) -> Iterator[Finding]:
-    """Yield all findings, those of the fast checks first.
-
-    Raises:
-        EnvironmentFailure: a model file cannot be read.
-        ModelLoadError: a model cannot be loaded or measured, or the draft does not fit the target.
-    """
+def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
+    """Yield all findings, those of the fast checks first."""
     threads = usable_cores(handler.cores, handler.threads).threads
     yield check_machine(handler.threads or threads, prepared)
     yield check_software()
-    yield check_port(state)
     yield check_kernels(handler.kernels, threads)
     with ExitStack() as stack:
-        model, target = stack.enter_context(_loaded(prepared.target, threads))
-        invariance = probe(target)
-        yield Finding("repeating", f"{invariance.sentence}.", facts=invariance._asdict())
+
+        def loaded(path: Path) -> tuple[LlamaModel, LlamaEngine]:
+            model = stack.enter_context(closing(LlamaModel(path)))
+            engine = LlamaEngine(
+                model,
+                n_slots=1,
+                context_length=_CONTEXT_LENGTH,
+                threads=threads,
+                max_rows=_MAX_ROWS,
+                max_logits=_MAX_ROWS,
+            )
+            return model, stack.enter_context(closing(engine))
+
+        model, target = loaded(prepared.target)
+        yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if prepared.draft:
-            draft_model, draft = stack.enter_context(_loaded(prepared.draft, threads))
+            draft_model, draft = loaded(prepared.draft)
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
             draft_cost = PassCosts(measure(draft))
@@ -112,18 +106,6 @@ def check_software() -> Finding:
     return Finding("software", f"{shown}, Java in {java}.", facts=facts)
 
 
-def check_port(state: State) -> Finding:
-    """Tell whether a server could start, runs, or finds its ports taken."""
-    first, *_, last = state.ports
-    if torchserve_process.running(state):
-        return Finding("port", f"A server runs on ports {first} to {last}; it slows what is measured below.")
-    try:
-        torchserve_process.require_free(state.ports)
-    except EnvironmentFailure as taken:
-        return Finding("port", str(taken), False)
-    return Finding("port", f"Ports {first} to {last} are free.")
-
-
 def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
     """Tell which kernels are in use, and their speed relative to llama.cpp's."""
     chosen = kernels.use(mode)
@@ -133,9 +115,8 @@ def check_kernels(mode: kernels.Mode, threads: int) -> Finding:
         return Finding("kernels", f"{chosen.sentence}.", mode == "off", facts)
     facts["times_stock"] = speeds = {name: round(kernel_trial.speed(name, threads), 2) for name in chosen.formats}
     shown = ", ".join(f"{name} {ratio:.1f}" for name, ratio in speeds.items())
-    return Finding(
-        "kernels", f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}.", facts=facts
-    )
+    sentence = f"{chosen.sentence}; products of 1, 4 and 8 rows, times llama.cpp's speed: {shown}."
+    return Finding("kernels", sentence, facts=facts)
 
 
 def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
@@ -155,32 +136,6 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     return Finding("costs", f"{sentence}.", facts=facts)
 
 
-@contextmanager
-def _loaded(path: Path, threads: int) -> Iterator[tuple[LlamaModel, LlamaEngine]]:
-    """Load a model and a context of it for one short sequence, and close both at the end.
-
-    Raises:
-        ModelLoadError: the model cannot be loaded, or a forward pass failed.
-    """
-    with (
-        closing(LlamaModel(path)) as model,
-        closing(
-            LlamaEngine(
-                model,
-                n_slots=1,
-                context_length=_CONTEXT_LENGTH,
-                threads=threads,
-                max_rows=_MAX_ROWS,
-                max_logits=_MAX_ROWS,
-            )
-        ) as engine,
-    ):
-        try:
-            yield model, engine
-        except EngineError as error:
-            raise ModelLoadError(f"{path}: cannot be measured: {error}") from error
-
-
 def run(options: Namespace) -> int:
     """Print all findings; return 1 if something should be done."""
     _, handler = load_yaml(options.config)
@@ -189,16 +144,12 @@ def run(options: Namespace) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
     with Console(stderr=True).status("looking; this takes a minute or two"):
-        for finding in examine(handler, prepared, State(options.port)):
+        for finding in examine(handler, prepared):
             findings.append(finding)
             if not options.json:
                 print(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}", flush=True)
     if options.json:
         models = {str(path): files.sha256(path) for path in prepared if path}
-        report = {
-            "config": str(options.config),
-            "models": models,
-            "findings": [asdict(finding) for finding in findings],
-        }
-        print(json.dumps(report, indent=1), flush=True)
+        shown = [asdict(finding) for finding in findings]
+        print(json.dumps({"config": str(options.config), "models": models, "findings": shown}, indent=1), flush=True)
     return 0 if all(finding.well for finding in findings) else 1

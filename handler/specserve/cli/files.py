@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +44,12 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-@contextlib.contextmanager
-def locked(path: Path, waiting_for: str) -> Iterator[None]:
-    """Hold a lock between processes; print `waiting_for` if another process holds it."""
+def locked(path: Path, waiting_for: str) -> contextlib.AbstractContextManager[object]:
+    """Lock a file against other processes, until the end of `with`; print `waiting_for` if another has locked it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         print(f"waiting for another process: {waiting_for}", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()

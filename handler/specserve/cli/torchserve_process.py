@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -46,17 +46,13 @@ class State:
         self.ports = Ports(*range(port, port + 5))
         self.directory = directory = paths.STATE / str(port)
         self.logs = directory / "logs"
-        # Output of the front end and of the worker.
-        self.console = self.logs / "console.log"
-        self.model_log = self.logs / "model_log.log"
+        self.console = self.logs / "console.log"  # output of the front end
+        self.model_log = self.logs / "model_log.log"  # of the worker
         self.properties = directory / "config.properties"
         self.model_store = directory / "model_store"
-        # Written by TorchServe at each start.
-        self.key_file = directory / "key_file.json"
-        # Held while a server starts.
-        self.lock = directory / "lock"
-        # TorchServe's temporary directory, which holds a Unix socket.
-        self.temporary = directory / "tmp"
+        self.key_file = directory / "key_file.json"  # written by TorchServe at each start
+        self.lock = directory / "lock"  # held while a server starts
+        self.temporary = directory / "tmp"  # TorchServe's, with a Unix socket
         if len(bytes(self.temporary)) > _MAX_SOCKET_DIRECTORY_BYTES:
             digest = hashlib.sha256(bytes(self.temporary)).hexdigest()[:12]
             self.temporary = Path(tempfile.gettempdir()) / f"specserve-{os.getuid()}-{digest}"
@@ -83,25 +79,20 @@ def properties(state: State, *, with_tokens: bool) -> str:
     if not with_tokens:
         # Registering a model or a workflow runs its code, so it is not possible without a token. No URL is `nothing`.
         own |= {"enable_model_api": "false", "allowed_urls": "nothing"}
-    lines = (f"{key}={escaped(value)}" for key, value in own.items())
     base = (paths.CONFIG / "config.properties").read_text(encoding="utf-8")
-    return "\n".join([base, "# This server's own:", *lines, ""])
+    # Java reads what JSON escapes.
+    return "\n".join([base, *(f"{key}={json.dumps(value)[1:-1]}" for key, value in own.items()), ""])
 
 
-def escaped(value: str) -> str:
-    r"""Escape a value for a Java properties file: backslashes doubled, \uXXXX outside ASCII."""
-    units = value.replace("\\", "\\\\").encode("utf-16-be")
-    codes = (int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2))
-    return "".join(chr(code) if 0x20 <= code < 0x7F else f"\\u{code:04x}" for code in codes)
-
-
-def require_free(ports: Ports) -> None:
-    """Check that nothing listens on any of the ports.
-
-    Raises:
-        EnvironmentFailure: something does.
-    """
-    for port in ports:
+def require_stopped(state: State) -> None:
+    """Raise EnvironmentFailure if this server runs already, or one of its ports is taken."""
+    first, *_, last = state.ports
+    if running(state):
+        raise EnvironmentFailure(
+            f"a server runs on port {first} already; stop it with `scripts/stop --port {first}`, or choose another "
+            "port with --port."
+        )
+    for port in state.ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -109,7 +100,7 @@ def require_free(ports: Ports) -> None:
             except OSError as error:
                 raise EnvironmentFailure(
                     f"port {port} is taken by another process; stop that (`ss -ltnp` names it), or choose another with "
-                    f"--port (this server takes {ports.inference} to {ports.grpc_management})."
+                    f"--port (this server takes {first} to {last})."
                 ) from error
 
 
@@ -155,37 +146,29 @@ def running(state: State) -> list[psutil.Process]:
 
 
 def stop(state: State) -> bool:
-    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run.
-
-    Raises:
-        EnvironmentFailure: it is another user's.
-    """
+    """Stop the server and its workers, and remove its keys and temporary files; False if it did not run."""
     stopped = False
     for _ in range(_MAX_GENERATIONS):
         members = running(state)
-        if not members:
-            break
-        stopped = True
-        try:
+        stopped |= bool(members)
+        for signalled in (psutil.Process.terminate, psutil.Process.kill):
             for process in members:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
-            _, alive = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        except psutil.AccessDenied as error:
-            raise EnvironmentFailure(
-                f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop it."
-            ) from error
-        psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_SECONDS)
+                try:
+                    signalled(process)
+                except psutil.NoSuchProcess:
+                    pass
+                except psutil.AccessDenied as error:
+                    raise EnvironmentFailure(
+                        f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop "
+                        "it."
+                    ) from error
+            _, members = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
     state.key_file.unlink(missing_ok=True)
     shutil.rmtree(state.temporary, ignore_errors=True)
     return stopped
 
 
 def run(options: Namespace) -> int:
-    """Stop the server of a port; it is no error if none runs."""
     stopped = stop(State(options.port))
     print(f"{'stopped' if stopped else 'no server of this directory runs on'} port {options.port}.", flush=True)
     return 0

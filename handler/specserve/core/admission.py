@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Literal
 
 from specserve.core.generation import Generation
@@ -40,71 +40,51 @@ Obstacle = Literal["prefix", "prefill", "room"]
 
 
 def promised_cells(sequence: Sequence) -> int:
-    """Number of cells that a sequence may fill, its prompt and what it has generated included.
-
-    Args:
-        sequence: its prompt and `max_tokens` fit into the cache together.
-    """
+    """Number of cells that a sequence may fill, its prompt and what it has generated included."""
     promises = sequence.generated // _ANSWER + 1
     return sequence.prompt_length + min(sequence.max_tokens, promises * _ANSWER)
 
 
+@dataclass(eq=False)
 class Waiting:
-    """The sequences that wait for a slot.
+    """The sequences that wait for a slot."""
 
-    Args:
-        running: those that have one, in the order of their admission; sequences are added and removed here.
-        target: the target's cache.
-        cache: assigns slots.
-        recorder: told of sequences that cannot be started.
-        clock: seconds.
-    """
+    running: list[Generation]  # those that have one, in the order of their admission; changed here
+    target: KVCache
+    cache: PrefixCache
+    recorder: Recorder
+    clock: Callable[[], float]
 
-    def __init__(
-        self,
-        running: list[Generation],
-        target: KVCache,
-        cache: PrefixCache,
-        recorder: Recorder,
-        clock: Callable[[], float],
-    ) -> None:
-        self._running = running
-        self._target = target
-        self._cache = cache
-        self._recorder = recorder
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._queue: deque[Generation] = deque()
         # How many the last round left waiting for a slot, for room, or for others' long prefills.
         self._blocked = 0
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._queue)
-
-    def __contains__(self, generation: Generation) -> bool:
-        """Whether a sequence waits."""
-        return generation in self._queue
 
     @property
     def about_to_start(self) -> int:
         """Number of sequences that wait for nothing but the next round; others wait for an answer to end."""
-        return max(0, min(len(self._queue) - self._blocked, len(self._cache.free_slots)))
+        return max(0, min(len(self._queue) - self._blocked, len(self.cache.free_slots)))
 
     def add(self, generation: Generation) -> None:
-        """Let a sequence wait."""
         self._queue.append(generation)
-        generation.timestamps.queued = self._clock()
+        generation.timestamps.queued = self.clock()
 
-    def remove(self, generation: Generation) -> None:
-        """Forget a sequence that waits."""
+    def discard(self, generation: Generation) -> bool:
+        """Forget a sequence; returns whether it was waiting."""
+        if generation not in self._queue:
+            return False
         self._queue.remove(generation)
+        return True
 
     def preempt(self, generation: Generation) -> None:
         """Take the slot of a running sequence, which goes on later."""
-        self._running.remove(generation)
-        self._cache.preempt(generation)
+        self.running.remove(generation)
+        self.cache.preempt(generation)
         self._queue.appendleft(generation)
-        generation.timestamps.queued = self._clock()
+        generation.timestamps.queued = self.clock()
         generation.preemptions += 1
         self._blocked += 1
 
@@ -113,12 +93,10 @@ class Waiting:
 
         That is not the oldest of all before it has had its turn, so that there is always one that gets on.
         """
-        held: Counter[str] = Counter()
-        for generation in self._running:
-            held[generation.info.client] += promised_cells(generation)
-        last = [generation for generation in self._running if held[generation.info.client] == max(held.values())][-1]
-        is_oldest = last is self._running[0]
-        self.preempt(self._running[-1] if is_oldest and not _had_its_turn(last) else last)
+        held = self._cells()
+        last = [generation for generation in self.running if held[generation.info.client] == max(held.values())][-1]
+        is_oldest = last is self.running[0]
+        self.preempt(self.running[-1] if is_oldest and not _had_its_turn(last) else last)
 
     def slot_is_free(self) -> None:
         """Note that a running sequence has ended: there may be room for those that wait now."""
@@ -127,7 +105,7 @@ class Waiting:
     def admit(self) -> None:
         """Give slots to waiting sequences, in turns."""
         waits_for_prefix = 0
-        if self._cache.free_slots or any(map(self._is_aged, self._queue)):
+        if self.cache.free_slots or any(map(self._is_aged, self._queue)):
             # The aged sequence for which others make way, and these.
             ahead: Generation | None = None
             leaving: list[Generation] = []
@@ -137,7 +115,7 @@ class Waiting:
                 client, is_long = generation.info.client, len(generation.tokens) > LONG_PREFILL
                 if (is_long and blocked[True] == _LONG_ONES) or blocked[client] >= _OTHERS:
                     continue
-                if ahead and not (self._cache.free_slots and self._fits_without(leaving, ahead, generation)):
+                if ahead and not (self.cache.free_slots and self._fits_without(leaving, ahead, generation)):
                     continue
                 obstacle = self._start(generation)
                 if obstacle == "room" and not ahead and not blocked[client] and self._is_aged(generation):
@@ -151,53 +129,52 @@ class Waiting:
 
     def _start(self, generation: Generation) -> Obstacle | None:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""
-        if not self._cache.free_slots:
+        if not self.cache.free_slots:
             return "room"
         # It was never running, so nothing else would end it.
         with Contained(generation.info.request, generation.fail):
-            match = self._cache.find(generation)
+            match = self.cache.find(generation)
             obstacle = self._obstacle(generation, match)
             if obstacle:
                 return obstacle
-            self._cache.assign(generation, match)
+            self.cache.assign(generation, match)
         self._queue.remove(generation)
         if generation.error:
-            self._recorder.record_end(generation.end_record(self._clock()))
+            self.recorder.record_end(generation.end_record(self.clock()))
             return None
-        self._running.append(generation)
+        self.running.append(generation)
         generation.turn_start = generation.generated
         if generation.timestamps.start is None:
-            generation.timestamps.start = self._clock()
+            generation.timestamps.start = self.clock()
         return None
 
     def _obstacle(self, generation: Generation, match: Match) -> Obstacle | None:
         """What a sequence waits for, although there is a free slot."""
-        reading = [other for other in self._running if not self._cache.decodes(other)]
-        cached = max(match.shared, match.stored)
+        reading = [other for other in self.running if not self.cache.decodes(other)]
         # One that was preempted waits for nothing but its room, lest others come before it.
         if not generation.preemptions and any(self._reads_the_same(other, generation, match) for other in reading):
             return "prefix"
-        pending = len(generation.tokens) - cached
-        long = [left for other in reading if (left := self._cache.pending(other)) > LONG_PREFILL]
+        pending = len(generation.tokens) - max(match.shared, match.stored)
+        long = [left for other in reading if (left := self.cache.pending(other)) > LONG_PREFILL]
         share = 0.75 if pending < min(long, default=math.inf) else 0.5
         # One sequence may always read, also where there is one slot.
-        if pending > LONG_PREFILL and len(long) >= max(1, int(share * self._target.n_slots)):
+        if pending > LONG_PREFILL and len(long) >= max(1, int(share * self.target.n_slots)):
             return "prefill"
-        needed = promised_cells(generation) - self._target.pinned_before(match.slot, match.shared)
-        return "room" if needed + self._promised(self._running) > self._cache.room else None
+        needed = promised_cells(generation) - self.target.pinned_before(match.slot, match.shared)
+        return "room" if needed + self._promised(self.running) > self.cache.room else None
 
     def _reads_the_same(self, other: Generation, generation: Generation, match: Match) -> bool:
         """Whether another sequence prefills, or restores, more than a quarter of what a waiting one needs."""
         if other.info.owner != generation.info.owner:
             return False
         # Two that restore the same prefix would share no cells.
-        cached = match.shared if self._cache.is_restoring(other) else max(match.shared, match.stored)
+        cached = match.shared if self.cache.is_restoring(other) else max(match.shared, match.stored)
         soon = common_prefix(other.tokens, generation.tokens, match.max_length)
         return 4 * (soon - cached) > len(generation.tokens) - cached
 
     def _promised(self, running: Iterable[Generation]) -> int:
         """Number of cells that running sequences are promised beside those that they use."""
-        return sum(promised_cells(generation) - self._target.end(generation.slot) for generation in running)
+        return sum(promised_cells(generation) - self.target.end(generation.slot) for generation in running)
 
     def _turns(self) -> list[Generation]:
         """The waiting sequences in the order in which they are admitted.
@@ -215,27 +192,27 @@ class Waiting:
         return sorted(by_client, key=lambda g: not self._is_aged(g) or g.info.client in greedy)
 
     def _in_turns(self, waiting: Iterable[Generation], whose: Callable[[Generation], str]) -> list[Generation]:
-        turn = Counter(map(whose, self._running))
-        turns: list[tuple[int, Generation]] = []
+        """Each owner's first, then each one's second, and so on; those that run count as the first ones."""
+        turn = Counter(map(whose, self.running))
+        turns = {}
         for generation in waiting:
             turn[whose(generation)] += 1
-            turns.append((turn[whose(generation)], generation))
-        return [generation for _, generation in sorted(turns, key=itemgetter(0))]
+            turns[generation] = turn[whose(generation)]
+        return sorted(turns, key=turns.__getitem__)
 
     def _is_aged(self, generation: Generation) -> bool:
-        return self._clock() - generation.timestamps.queued >= _AGED_SECONDS
+        return self.clock() - generation.timestamps.queued >= _AGED_SECONDS
 
     def _make_way(self, waiting: Generation) -> list[Generation]:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
 
-        Returns:
-            Those that give way, now or after their turn; none if they do not make room enough, and older ones have to
-            end first.
+        Returns those that give way, now or after their turn; none if they do not make room enough, and older ones have
+        to end first.
         """
         greedy, client = self._clients_above_their_share(), waiting.info.client
         others = [
             other
-            for other in reversed(self._running)
+            for other in reversed(self.running)
             if other.info.client in greedy - {client}
             or (
                 other.timestamps.arrival > waiting.timestamps.arrival
@@ -254,22 +231,26 @@ class Waiting:
 
     def _clients_above_their_share(self) -> set[str]:
         """Those whose sequences have more slots or cells than an equal share among all clients."""
-        n_clients = len({generation.info.client for generation in (*self._running, *self._queue)})
-        slots, cells = Counter[str](), Counter[str]()
-        for generation in self._running:
-            slots[generation.info.client] += n_clients
-            cells[generation.info.client] += n_clients * promised_cells(generation)
-        return {
-            client for client in slots if slots[client] > self._target.n_slots or cells[client] > self._target.n_cells
-        }
+        n = len({generation.info.client for generation in (*self.running, *self._queue)})
+        slots = Counter(generation.info.client for generation in self.running)
+        n_slots, n_cells = self.target.n_slots, self.target.n_cells
+        cells = self._cells()
+        return {client for client in cells if n * slots[client] > n_slots or n * cells[client] > n_cells}
+
+    def _cells(self) -> Counter[str]:
+        """By client, the cells that its running sequences are promised."""
+        cells = Counter[str]()
+        for generation in self.running:
+            cells[generation.info.client] += promised_cells(generation)
+        return cells
 
     def _fits_without(self, others: list[Generation], *waiting: Generation) -> bool:
         """Whether waiting sequences would have slots, and room for all their tokens, if these were not running."""
-        rest = [generation for generation in self._running if generation not in others]
-        if len(rest) + len(waiting) > self._target.n_slots:
+        rest = [generation for generation in self.running if generation not in others]
+        if len(rest) + len(waiting) > self.target.n_slots:
             return False
         needed = sum(map(promised_cells, waiting)) + self._promised(rest)
-        return needed <= self._target.n_cells - self._target.pinned_without({other.slot for other in others})
+        return needed <= self.target.n_cells - self.target.pinned_without({other.slot for other in others})
 
 
 def _had_its_turn(running: Generation) -> bool:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def engine_thread() -> ThreadPoolExecutor:
-    """The only thread that loads engines and runs their forward passes.
+    """The only thread that opens engines and runs their forward passes.
 
     OpenMP keeps a pool of compute threads for each thread that calls it. With a second such thread the pools have more
     threads than there are cores, so they sleep between passes: a step of 29 ms takes 36 ms.
@@ -24,7 +24,7 @@ def engine_thread() -> ThreadPoolExecutor:
 
 
 class EngineLoop:
-    """Runs rounds of a scheduler, one time slice at a time.
+    """Runs rounds of a scheduler in the engine thread, one time slice at a time.
 
     A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
     the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
@@ -32,11 +32,6 @@ class EngineLoop:
     returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
 
     Where no sequence is left, `start` lets the engine thread store prefixes instead, until the next `join`.
-
-    Args:
-        scheduler: has the sequences.
-        thread: runs the rounds.
-        placement: chooses the cores of each round.
     """
 
     # After which a slice begins no further round: TorchServe's turn between two calls takes 1.2 to 2.3 ms.
@@ -46,10 +41,8 @@ class EngineLoop:
         self._scheduler = scheduler
         self._thread = thread
         self._placement = placement
-        self._slice: Future[None] | None = None
-        self._idle_work: Future[None] | None = None
-        self._begun = Event()
-        self._interrupted = Event()
+        self._started: Future[bool] | None = None
+        self._begun, self._interrupted, self._called = Event(), Event(), Event()
 
     def run(self) -> None:
         """Run a slice and wait for it."""
@@ -61,36 +54,31 @@ class EngineLoop:
         None is started where a prompt is prefilled: these rounds are long, and what has come during the last one is
         only known in the next call, which would wait for another one first.
         """
-        if self._scheduler.busy and not self._scheduler.awaiting_first_token:
-            self._slice = self._submit()
+        if not self._scheduler.busy:
+            self._called.clear()
+            self._started = self._thread.submit(self._store_prefixes)
+        elif not self._scheduler.awaiting_first_token:
+            self._started = self._submit()
             # A compute thread that waits for the next pass has the other core: the engine thread would begin 0.8 ms
             # later, with a call's reply sent first, than now, when this one waits for it (load.py --overhead, 2 cores).
             self._begun.wait()
-        elif not self._scheduler.busy:
-            self._interrupted.clear()
-            self._idle_work = self._thread.submit(self._store_prefixes)
 
     def interrupt(self) -> None:
         """End the started slice after its current round."""
         self._interrupted.set()
 
     def join(self) -> bool:
-        """Wait for the started slice, and end the idle work; returns whether there was a slice."""
-        if self._idle_work is not None:
-            self.interrupt()
-            self._idle_work.result()
-            self._idle_work = None
-        started, self._slice = self._slice, None
-        if started is not None:
-            started.result()
-        return started is not None
+        """Wait for what was started, and stop storing prefixes; returns whether there was a slice."""
+        self._called.set()
+        started, self._started = self._started, None
+        return started is not None and started.result()
 
-    def _submit(self) -> Future[None]:
+    def _submit(self) -> Future[bool]:
         self._interrupted.clear()
         self._begun.clear()
         return self._thread.submit(self._run_rounds)
 
-    def _run_rounds(self) -> None:
+    def _run_rounds(self) -> bool:
         """Run at least one round, until the slice is over or interrupted."""
         self._begun.set()
         until = time.monotonic() + self.slice_seconds
@@ -107,12 +95,14 @@ class EngineLoop:
                 self._scheduler.fail_all(error if isinstance(error, Exception) else EngineError(str(error)))
             if time.monotonic() >= until or self._interrupted.is_set():
                 break
+        return True
 
-    def _store_prefixes(self) -> None:
+    def _store_prefixes(self) -> bool:
         """Store what ended sequences have left, a few milliseconds at a time."""
         try:
             self._scheduler.check_caches()
-            while not self._interrupted.is_set() and self._scheduler.store_prefixes():
+            while not self._called.is_set() and self._scheduler.store_prefixes():
                 pass
         except Exception:
             logger.exception("specserve: prefixes cannot be stored")
+        return False

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from operator import itemgetter
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from specserve.core.detokenizer import Detokenizer
@@ -20,47 +20,26 @@ FinishReason = Literal["stop", "length"]
 
 
 class OutputToken(NamedTuple):
-    """A scored token, and the offset of its text in the output, in characters."""
-
     score: TokenScore
-    offset: int
+    offset: int  # of its text in the output, in characters
 
 
 @dataclass(frozen=True)
 class TextParams:
-    """How an answer's tokens become text, and what ends it but for EOS and its last allowed token.
-
-    Args:
-        stops: the stop strings.
-        controls: the names of the control tokens that these name, by token.
-        stop_tokens: end the answer as EOS does.
-        includes_stop: whether a stop string or token that ends the answer is part of its text.
-        spells_control: whether the text has the names of control tokens.
-        tags: the texts of control tokens that are read as text, by token.
-        max_seconds: since its first token; later it ends with its next line, as by llama.cpp's `t_max_predict_ms`. Not
-            limited if 0 or less.
-    """
+    """How an answer's tokens become text, and what ends it but for EOS and its last allowed token."""
 
     stops: Iterable[str] = ()
-    controls: Mapping[int, str] = field(default_factory=dict)
-    stop_tokens: frozenset[int] = frozenset()
-    includes_stop: bool = False
-    spells_control: bool = False
-    tags: Mapping[int, str] = field(default_factory=dict)
+    stop_tokens: frozenset[int] = frozenset()  # they end the answer as EOS does
+    includes_stop: bool = False  # the text has the stop string or token that ends it
+    spells_control: bool = False  # the text has the names of control tokens
+    tags: Mapping[int, str] = field(default_factory=dict)  # texts of control tokens that are read as text
+    # Since the first token; then the answer ends with its line, as by llama.cpp's `t_max_predict_ms`. 0 is no limit.
     max_seconds: float = 0.0
 
 
 @dataclass(eq=False, repr=False)
 class Generation(Sequence):
-    """A sequence that is turned into text, up to EOS, a stop string, or the last allowed token.
-
-    `mean_logprob` is that over all its tokens, an EOS token included: so an empty completion has one too.
-
-    Args:
-        vocabulary: the target's.
-        text: how its tokens become text.
-        clock: seconds.
-    """
+    """A sequence that is turned into text, up to EOS, a stop string or token, or the last allowed token."""
 
     vocabulary: Vocabulary
     text: TextParams = TextParams()
@@ -72,17 +51,15 @@ class Generation(Sequence):
         nothing_to_do = self.max_tokens == 0 and not self.scores_prompt
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
-        self.mean_logprob = -math.inf
-        self._detokenizer = Detokenizer(self.text.stops, self.text.controls, includes_stop=self.text.includes_stop)
+        self._detokenizer = Detokenizer(self.text.stops, includes_stop=self.text.includes_stop)
         self._last_text = ""
         self._deadline = math.inf
-        # By token, the first and the last character of its text; the tokens that `take_tokens` has returned.
-        self._spans: list[tuple[int, int]] = []
-        self._taken = 0
+        # Where the text of each token that was read begins, in characters, and that of the next one.
+        self._offsets = [0]
+        self._taken = 0  # tokens that `take_tokens` has returned
 
     @property
     def done(self) -> bool:
-        """Whether it has finished or failed."""
         return self.finish_reason is not None or self.error is not None
 
     def warm_cache(self) -> None:
@@ -101,8 +78,7 @@ class Generation(Sequence):
 
     def end_record(self, now: float) -> EndRecord:
         """How it ended, for observers; without an end or an error it was cancelled."""
-        times = self.timestamps
-        ttft, tpot = None, None
+        times, ttft, tpot = self.timestamps, None, None
         if times.first_token is not None:
             ttft = times.first_token - times.arrival
             if self.generated > 1:
@@ -125,29 +101,27 @@ class Generation(Sequence):
 
         Tokens after the end are dropped, and so is EOS.
         """
-        if self.generated and not self._spans and self.text.max_seconds > 0:
+        if self.generated and not self._read and self.text.max_seconds > 0:
             self._deadline = self.clock() + self.text.max_seconds
-        while self.finish_reason is None and len(self._spans) < self.generated:
-            token = self.tokens[self.prompt_length + len(self._spans)]
-            may_stop = len(self._spans) >= self.sampling.min_tokens
+        while self.finish_reason is None and self._read < self.generated:
+            token = self.tokens[self.prompt_length + self._read]
+            may_stop = self._read >= self.sampling.min_tokens
             is_stop = may_stop and token in self.text.stop_tokens
             if self.vocabulary.is_end_token(token) or (is_stop and not self.text.includes_stop):
-                self._end("stop", eos=True)
+                self.end("stop", eos=True)
                 return
-            begin, piece = self._detokenizer.length, self._piece(token)
-            if piece:
-                self._detokenizer.push(piece, may_stop=may_stop)
-            else:
-                self._detokenizer.push_control(token, may_stop=may_stop)
-            self._spans.append((begin, self._detokenizer.length))
+            piece = self._piece(token)
+            self._detokenizer.push(piece, may_stop=may_stop)
+            self._offsets.append(self._detokenizer.length)
             if self.stop or is_stop or self._grammar_is_complete():
-                self._end("stop")
-            elif len(self._spans) >= self.max_tokens or (b"\n" in piece and self.clock() > self._deadline):
-                self._end("length")
+                self.end("stop")
+            elif self._read >= self.max_tokens or (b"\n" in piece and self.clock() > self._deadline):
+                self.end("length")
 
-    def end_without_tokens(self) -> None:
-        """End a sequence with `max_tokens` 0 whose prompt is prefilled."""
-        self._end("length")
+    @property
+    def _read(self) -> int:
+        """Number of tokens whose text is known."""
+        return len(self._offsets) - 1
 
     def _piece(self, token: int) -> bytes:
         if token in self.text.tags:
@@ -155,18 +129,16 @@ class Generation(Sequence):
         return self.vocabulary.name(token) if self.text.spells_control else self.vocabulary.piece(token)
 
     def _grammar_is_complete(self) -> bool:
-        return self.constraint is not None and self.constraint.complete(self.answer[: len(self._spans)])
+        return self.constraint is not None and self.constraint.complete(self.answer[: self._read])
 
-    def _end(self, reason: FinishReason, *, eos: bool = False) -> None:
+    def end(self, reason: FinishReason, *, eos: bool = False) -> None:
+        """End with the tokens that were read; `eos` is whether an end token followed."""
         self.finish_reason = reason
         self._detokenizer.finish()
-        if self._spans:  # what is left of an incomplete character belongs to the last token
-            self._spans[-1] = (self._spans[-1][0], self._detokenizer.length)
-        scores = self.scores[: len(self._spans) + eos]
-        self.mean_logprob = sum(score.logprob for score in scores) / len(scores) if scores else -math.inf
+        if self._read:  # what is left of an incomplete character belongs to the last token
+            self._offsets[-1] = self._detokenizer.length
         self.ended_by_eos = eos
-        del self.tokens[self.prompt_length + len(self._spans) :], self.sources[len(self._spans) :]
-        del self.scores[len(self._spans) :]
+        del self.tokens[self.prompt_length + self._read :], self.sources[self._read :], self.scores[self._read :]
 
     @property
     def stop(self) -> str:
@@ -185,15 +157,14 @@ class Generation(Sequence):
 
     def tokens_within(self, length: int) -> int:
         """How many tokens end within the first characters of the text."""
-        return bisect_right(self._spans, length, key=itemgetter(1))
+        return bisect_right(self._offsets, length, 1) - 1
 
     def by_source(self) -> list[tuple[str, Source]]:
         """What `take_text` has just returned, in a piece for each token that ended a character, and who wrote it."""
         pieces: list[tuple[str, Source]] = []
         text, offset = self._last_text, self._detokenizer.released - len(self._last_text)
-        begin = 0
-        first = self.tokens_within(offset)
-        for (_, end), source in zip(self._spans[first:], self.sources[first:], strict=False):
+        first, begin = self.tokens_within(offset), 0
+        for end, source in zip(self._offsets[first + 1 :], self.sources[first:], strict=False):
             if begin >= len(text):
                 break
             if piece := text[begin : end - offset]:
@@ -207,8 +178,9 @@ class Generation(Sequence):
         A token that a stop string cuts in two is one of them, a token after the cut is not.
         """
         tokens, released = [], self._detokenizer.released
-        for (begin, end), score in zip(self._spans[self._taken :], self.scores[self._taken :], strict=False):
-            if begin >= released if self._detokenizer.stop else end > released:
+        spans = pairwise(self._offsets[self._taken :])
+        for (begin, end), score in zip(spans, self.scores[self._taken :], strict=False):
+            if begin >= released if self.stop else end > released:
                 break
             tokens.append(OutputToken(score, begin))
         self._taken += len(tokens)

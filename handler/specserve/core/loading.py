@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from specserve.config import HandlerConfig, ModelConfig
@@ -14,7 +14,6 @@ from specserve.core.pool import DRAFT_LENGTH, fitted
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.invariance import REPEATS, Invariance, probe
 from specserve.engine.kernels import Kernels
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
@@ -50,22 +49,19 @@ _PREFIX_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models, ready to serve.
+    """The loaded models, ready to serve."""
 
-    `placement` chooses the cores of forward passes; `kernels` says which kernels compute them. `config` has the numbers
-    of tokens that are served (pool.py). `invariance` is the target's, None where specserve's kernels compute all of it.
-    The draft model's does not matter: with greedy and coupled verification the output does not depend on the drafts.
-    """
-
-    vocabulary: LlamaModel
+    vocabulary: LlamaModel  # the target's
     grammars: GrammarCompiler
     target: KVCache
     drafters: Drafters
     placement: Placement
     kernels: Kernels
-    config: HandlerConfig
+    config: HandlerConfig  # with the numbers of tokens that are served (pool.py)
+    # Whether outputs repeat, which depends on the target alone: with greedy and coupled verification they do not depend
+    # on the drafts.
+    repeats: str
     draft: LlamaModel | None = None
-    invariance: Invariance | None = None
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -76,21 +72,34 @@ def load_models(config: HandlerConfig) -> Models:
     Raises:
         ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
     """
+    # This also starts llama.cpp, which two models that are loaded at a time must find started.
     placement = _placement(config)
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
-    target_model, draft_model = LlamaModel(_path(config.target)), None
-    if config.draft is not None:
-        with _or_no_draft():
-            draft_model = LlamaModel(_path(config.draft))
-    if draft_model is not None:
-        check_same_vocabulary(target_model, draft_model)
-    config = fitted(config, target_model, draft_model, free_memory())
-    grammars = GrammarCompiler(target_model)
-    # Otherwise all streams would wait for it when the first grammar comes. Threads that it starts inherit the cores of
-    # this one, which is bound to one core from the first pass on.
-    grammars.prepare()
-    target, drafters = open_engines(target_model, draft_model, config, placement, _pools(config, target_model))
+    draft_model = None
+    # A thread beside this one, which runs the passes and is bound to one core from the first one on. The other thread
+    # runs none, and starts before: it would inherit that core.
+    with ThreadPoolExecutor(1, "loading") as beside:
+        loading = beside.submit(_load, config.draft) if config.draft else None
+        target_model = _load(config.target)
+        if loading:
+            with _or_no_draft():
+                draft_model = loading.result()
+        config = fitted(config, target_model, draft_model, free_memory())
+        grammars = GrammarCompiler(target_model)
+
+        def read_vocabulary() -> None:
+            if draft_model:
+                check_same_vocabulary(target_model, draft_model)
+            # Otherwise all streams would wait for it when the first grammar comes.
+            grammars.prepare()
+
+        reading, pools = beside.submit(read_vocabulary), _pools(config, target_model)
+        target, drafters = open_engines(
+            target_model, draft_model, config, placement, pools, before_timing=reading.result
+        )
+    repeats = kernels.repeating(target.left_to_llama_cpp)
+    logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
     return Models(
         vocabulary=target_model,
         grammars=grammars,
@@ -99,9 +108,15 @@ def load_models(config: HandlerConfig) -> Models:
         placement=placement,
         kernels=in_use,
         config=config,
+        repeats=repeats,
         draft=draft_model,
-        invariance=_measured_invariance(target),
     )
+
+
+def _load(model: ModelConfig) -> LlamaModel:
+    if model.path is None:
+        raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
+    return LlamaModel(model.path)
 
 
 @contextmanager
@@ -127,50 +142,6 @@ def _placement(config: HandlerConfig) -> Placement:
     return Placement(usable, ThreadPool(), workers)
 
 
-def open_engines(
-    target_model: LlamaModel, draft_model: LlamaModel | None, config: HandlerConfig, placement: Placement, pools: Pools
-) -> tuple[LlamaEngine, Drafters]:
-    """Open engines for loaded models, with their drafters; a model may have several engines.
-
-    Args:
-        target_model: its weights.
-        draft_model: the draft model's.
-        config: with the numbers of tokens that are served (`Models.config`).
-        placement: of their compute threads.
-        pools: of finished answers.
-
-    Raises:
-        ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
-    """
-    target = _engine(
-        target_model,
-        config,
-        placement,
-        context_length=config.context_length,
-        n_cells=config.cache_tokens,
-        max_logits=_MAX_LOGITS,
-        max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
-        cache_type=config.cache_type,
-    )
-    target_cost = _pass_costs(target, target_model, placement)
-    draft = None
-    if draft_model is not None:
-        with _or_no_draft():
-            draft = _open_draft(draft_model, target_model, config, placement, target_cost)
-            sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
-            logger.info(sentence, 1000 * target_cost.seconds(1, 0), 1000 * draft.cost.seconds(1, 0))
-    drafters = Drafters(
-        Controller(target_cost, draft.cost if draft else None),
-        PredictionProposer(),
-        GrammarProposer(),
-        LookupProposer(pools),
-        model=draft,
-        vocabulary=target_model.size,
-        end_tokens=target_model.end_tokens(),
-    )
-    return target, drafters
-
-
 def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
     """What lookups search beside a sequence's own text: finished answers, and the operator's files.
 
@@ -186,58 +157,69 @@ def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
     return Pools(config.speculation.history_tokens, texts)
 
 
-def _open_draft(
-    draft_model: LlamaModel,
+def open_engines(
     target_model: LlamaModel,
+    draft_model: LlamaModel | None,
     config: HandlerConfig,
     placement: Placement,
-    target_cost: PassCosts,
-) -> DraftModel:
-    # The target's, which end answers; the draft's own may be others.
-    head = DraftHead(draft_model.size, [token for token in target_model.end_tokens() if token < draft_model.size])
-    engine = _engine(
-        draft_model,
-        config,
-        placement,
-        context_length=min(config.context_length, DRAFT_LENGTH),
-        max_logits=max(_MAX_LOGITS // 2, config.sequences),
-        head=head,
-    )
-    try:
-        cost = _pass_costs(engine, draft_model, placement, target_cost)
-    except ModelLoadError:
-        engine.close()
-        raise
-    return DraftModel(
-        KVCache(engine),
-        cost,
-        window=_DRAFT_WINDOW,
-        max_rows=PREFILL_ROWS,
-        vocabulary=target_model.size,
-        context_length=engine.slot_length,
-    )
+    pools: Pools,
+    *,
+    before_timing: Callable[[], object] = lambda: None,
+) -> tuple[LlamaEngine, Drafters]:
+    """Open engines for loaded models, with their drafters; a model may have several engines.
 
-
-def _pass_costs(
-    engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
-) -> PassCosts:
-    """The costs of a model's passes; those of a draft model follow the target's.
+    `config` is that of `Models`; `before_timing` waits for what must not run beside passes that are timed.
 
     Raises:
-        ModelLoadError: a forward pass failed.
+        ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
     """
-    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
-    try:
-        table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)
-    except EngineError as error:
-        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
-    return PassCosts(table, target=target)
-
-
-def _path(model: ModelConfig) -> Path:
-    if model.path is None:
-        raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
-    return model.path
+    target = _engine(
+        target_model,
+        config,
+        placement,
+        context_length=config.context_length,
+        n_cells=config.cache_tokens,
+        max_logits=_MAX_LOGITS,
+        max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
+        cache_type=config.cache_type,
+    )
+    draft = model = None
+    if draft_model:
+        # The target's, which end answers; the draft's own may be others.
+        ends = [token for token in target_model.end_tokens() if token < draft_model.size]
+        with _or_no_draft():
+            draft = _engine(
+                draft_model,
+                config,
+                placement,
+                context_length=min(config.context_length, DRAFT_LENGTH),
+                max_logits=max(_MAX_LOGITS // 2, config.sequences),
+                head=DraftHead(draft_model.size, ends),
+            )
+    before_timing()
+    target_cost = _pass_costs(target, target_model, placement)
+    if draft_model and draft:
+        with _or_no_draft():
+            model = DraftModel(
+                KVCache(draft),
+                _pass_costs(draft, draft_model, placement, target_cost),
+                window=_DRAFT_WINDOW,
+                max_rows=PREFILL_ROWS,
+                vocabulary=target_model.size,
+                context_length=draft.slot_length,
+            )
+            sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
+            logger.info(sentence, 1000 * target_cost.seconds(1, 0), 1000 * model.cost.seconds(1, 0))
+    drafters = Drafters(
+        Controller(target_cost, model.cost if model else None),
+        PredictionProposer(),
+        GrammarProposer(),
+        LookupProposer(pools),
+        model=model,
+        vocabulary=target_model.size,
+        end_tokens=target_model.end_tokens(),
+    )
+    return target, drafters
 
 
 def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **options: Any) -> LlamaEngine:
@@ -261,18 +243,26 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
     return engine
 
 
-def _measured_invariance(target: LlamaEngine) -> Invariance | None:
-    if not target.left_to_llama_cpp:
-        logger.info("specserve: %s", REPEATS)
-        return None
-    invariance = probe(target)
-    logger.log(logging.WARNING if invariance.largest else logging.INFO, "specserve: %s", invariance.sentence)
-    return invariance
+def _pass_costs(
+    engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
+) -> PassCosts:
+    """The costs of a model's passes; those of a draft model follow the target's.
+
+    Raises:
+        ModelLoadError: a forward pass failed; the engine is closed.
+    """
+    code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
+    try:
+        table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)
+    except EngineError as error:
+        engine.close()
+        raise ModelLoadError(f"{model.path}: its forward passes cannot be timed: {error}") from error
+    return PassCosts(table, target=target)
 
 
 def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
     """Make the store of the target's prefixes; it keeps nothing without memory, or if the engine cannot save any."""
-    token_bytes, mebibytes = models.target.token_bytes, config.prefix_cache_mib
+    token_bytes, mebibytes = models.target.engine.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
     if token_bytes is None or not mebibytes:

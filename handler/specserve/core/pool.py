@@ -28,13 +28,9 @@ _STEPS = 16
 
 
 def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
-    """The configuration with the `context_length` and `cache_tokens` that are served.
+    """The operator's configuration, with the `context_length` and `cache_tokens` that are served.
 
-    Args:
-        config: as the operator has written it.
-        target: its weights, which are loaded.
-        draft: the draft model's.
-        free: memory that may be taken besides, in bytes.
+    Beside the models, which are loaded, `free` bytes of memory may be taken.
 
     Raises:
         ModelLoadError: the model was trained for less than the configured `context_length`, or has a shorter sliding
@@ -72,12 +68,8 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
         )
     if n_cells < wanted:
         n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
-        logger.warning(
-            "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free",
-            n_cells,
-            wanted,
-            _mib(free),
-        )
+        sentence = "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free"
+        logger.warning(sentence, n_cells, wanted, _mib(free))
     sizes = n_cells, _mib(n_cells * cell), _mib(draft_bytes), _mib(free)
     logger.info("specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free", *sizes)
     return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})

@@ -31,19 +31,12 @@ _LEAST_LOSS = 256
 
 
 class Match(NamedTuple):
-    """The beginning of a sequence that is cached.
+    """The beginning of a sequence that is cached."""
 
-    Args:
-        slot: that holds most of it.
-        shared: how many tokens that one holds.
-        stored: how many the host memory has.
-        max_length: how many may be reused.
-    """
-
-    slot: int
-    shared: int
-    stored: int
-    max_length: int
+    slot: int  # that holds most of it
+    shared: int  # tokens that the slot holds
+    stored: int  # tokens that the host memory has
+    max_length: int  # tokens that may be reused
 
 
 class PrefixCache:
@@ -52,20 +45,15 @@ class PrefixCache:
     It keeps them until a sequence needs the room: then the slots that were not used for longest lose theirs, from the
     end on, so that the beginning stays of use.
 
-    Args:
-        target: the target's cache.
-        drafters: have the draft model, whose cache has the same slots.
-        store: where texts are kept that have left the target's cache. The draft model's cache is not stored: it reads
-            no more than its window anew.
+    The draft model's cache has the same slots, but is not stored: the model reads no more than its window anew.
     """
 
     def __init__(self, target: KVCache, drafters: Drafters, store: PrefixStore | None = None) -> None:
         self._target = target
         self._drafters = drafters
         self._store = store or PrefixStore()
-        # By slot, when its tokens were last of use to a sequence, in uses of any slot.
-        self._last_used = [0] * target.n_slots
-        self._uses = 0
+        # Slots, by when their tokens were last of use to a sequence, the last ones last.
+        self._by_use = list(range(target.n_slots))
         # Slots whose text may not be in the store as a whole yet.
         self._unstored: set[int] = set()
         # Blocks that may still be copied to the store in this round.
@@ -75,8 +63,8 @@ class PrefixCache:
 
     @property
     def free_slots(self) -> list[int]:
-        """The slots without a sequence."""
-        return [slot for slot in range(self._target.n_slots) if not self._target.is_pinned(slot)]
+        """The slots without a sequence, those first that were not used for longest."""
+        return [slot for slot in self._by_use if not self._target.is_pinned(slot)]
 
     @property
     def room(self) -> int:
@@ -145,12 +133,8 @@ class PrefixCache:
         sequence.slot = -1
 
     def make_room(self, n_cells: int) -> None:
-        """Take tokens from the free slots that were not used for longest, until so many cells are free.
-
-        Args:
-            n_cells: at most `room`.
-        """
-        for slot in sorted(self.free_slots, key=self._last_used.__getitem__):
+        """Take tokens from the free slots that were not used for longest, until so many of the `room` are free."""
+        for slot in self.free_slots:
             while self._target.length(slot):
                 missing = n_cells - self._target.free_cells
                 if missing <= 0:
@@ -162,14 +146,13 @@ class PrefixCache:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
         unstored = [slot for slot in self.free_slots if slot in self._unstored]
         if unstored:
-            self._save(min(unstored, key=self._last_used.__getitem__), _BLOCKS_AFTER_A_ROUND)
+            self._save(unstored[0], _BLOCKS_AFTER_A_ROUND)
         return any(slot in self._unstored for slot in unstored)
 
     def restore(self) -> dict[Sequence, Exception]:
         """Begin a round: copy its part of the prefixes that come back, half for the oldest, then the shortest first.
 
-        Returns:
-            The sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.
+        Returns the sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.
         """
         self._blocks_left = _BLOCKS_A_ROUND
         left, failed = _TOKENS_A_ROUND, {}
@@ -200,12 +183,6 @@ class PrefixCache:
         """Empty the slot of a sequence that has failed."""
         self._truncate(sequence.slot, 0)
 
-    def check(self) -> None:
-        """Compare the record of both caches with what the engines hold; what differs is logged and emptied."""
-        self._target.check()
-        if self._drafters.model:
-            self._drafters.model.cache.check()
-
     def _choose(self, sequence: Sequence, match: Match) -> int:
         """The free slot to write in: the source where most of it or of the prompt is shared, else an empty slot.
 
@@ -215,9 +192,7 @@ class PrefixCache:
         if match.slot in free and match.shared * 2 >= min(length(match.slot), len(sequence.tokens)) > 0:
             return match.slot
         # An empty slot; else the one that was not used for longest, the source only if there is no other.
-        return min(
-            free, key=lambda slot: (length(slot) > 0, match.shared > 0 and slot == match.slot, self._last_used[slot])
-        )
+        return min(free, key=lambda slot: (length(slot) > 0, match.shared > 0 and slot == match.slot))
 
     def _free(self, sequence: Sequence) -> None:
         """Free a sequence's slot, which keeps its tokens."""
@@ -233,8 +208,8 @@ class PrefixCache:
         self._truncate(slot, len(sequence.tokens))
 
     def _touch(self, slot: int) -> None:
-        self._uses += 1
-        self._last_used[slot] = self._uses
+        self._by_use.remove(slot)
+        self._by_use.append(slot)
 
     def _save(self, slot: int, max_blocks: int) -> None:
         """Store what a slot holds and the store does not, as far as so many blocks hold it."""
@@ -243,7 +218,7 @@ class PrefixCache:
 
         def copy(start: int, end: int) -> NDArray[np.uint8]:
             self._blocks_left -= 1
-            return self._target.save(slot, start, end)
+            return self._target.engine.save(slot, start, end)
 
         try:
             if self._store.add(self._target.owner(slot), self._target.tokens(slot), copy, max_blocks):

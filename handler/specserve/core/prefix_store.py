@@ -26,9 +26,7 @@ Save = Callable[[int, int], NDArray[np.uint8]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """The keys and values of a block of tokens, shape (`BLOCK_TOKENS`, bytes of a token)."""
-
-    saved: NDArray[np.uint8]
+    saved: NDArray[np.uint8]  # keys and values, shape (`BLOCK_TOKENS`, bytes of a token)
 
 
 # What is before a block, or its text's owner; and its tokens, as integers of 32 bits.
@@ -53,7 +51,6 @@ class PrefixStore:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all blocks, their tokens included."""
         return self._blocks.total * self._block_bytes
 
     def length(self, owner: Owner, tokens: list[int], max_length: int) -> int:
@@ -74,18 +71,10 @@ class PrefixStore:
         return [part for part in parts if part.size]
 
     def add(self, owner: Owner, tokens: list[int], save: Save, max_blocks: int) -> bool:
-        """Store the blocks of a text that are not stored yet, the first ones first.
+        """Store at most `max_blocks` blocks of a text that are not stored yet, the first ones first; False if more are.
 
-        A block of 0.9 MB (1.5B) takes about half a millisecond, most of it for the memory that the system clears.
-
-        Args:
-            owner: of the text.
-            tokens: the text; what follows its last whole block is not stored.
-            save: copies keys and values from a slot.
-            max_blocks: that are stored now.
-
-        Returns:
-            False if there are more. What would evict the beginning of the same text is not stored.
+        What follows the last whole block is not stored, nor what would evict the beginning of the same text. A block of
+        0.9 MB (1.5B) takes about half a millisecond, most of it for the memory that the system clears.
 
         Raises:
             EngineError: `save` has failed; the blocks before are stored.
@@ -113,14 +102,12 @@ class PrefixStore:
     def _path(self, owner: Owner, tokens: list[int]) -> list[tuple[Key, Block]]:
         """The stored blocks of a text, from its beginning; they are used thereby."""
         path: list[tuple[Key, Block]] = []
-        before: Block | Owner = owner
         for first in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            key = before, _packed(tokens, first)
+            key = path[-1][1] if path else owner, _packed(tokens, first)
             block = self._blocks.use(owner[0], key)
             if block is None:
                 break
             path.append((key, block))
-            before = block
         self._use(owner, path)
         return path
 

@@ -15,10 +15,12 @@ import logging
 import math
 from collections import abc
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
 
+import numpy as np
+
 from specserve.core.admission import Waiting
-from specserve.core.budget import prefill_chunk
 from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
@@ -26,6 +28,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.errors import Contained, EngineError
 from specserve.observability.records import Observer, Recorder
 from specserve.sequence import Sequence
+from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
 from specserve.speculation.step import Step
@@ -34,51 +37,60 @@ logger = logging.getLogger(__name__)
 
 # How much longer the chunks of others may make the pass that gives a prompt its first token.
 _FIRST_TOKEN_PASS = 2.0
+# The smallest chunk of a prefill, in tokens: a smaller one takes nearly as long (benchmarks/cost_curve.py).
+_MIN_CHUNK = 4
+# The default of `max_wait_ms`, in seconds; or, on a slow machine, in forward passes of one token, since the chunks that
+# fit into 0.25 s would be so small that every prompt takes much longer (benchmarks/decisions/tried.md).
+_WAIT_SECONDS, _WAIT_PASSES = 0.25, 7
 
 
-class Scheduler:
-    """Runs rounds over all running sequences; has no threads of its own.
+def max_wait(milliseconds: float | None, cost: PassCosts) -> float:
+    """The seconds that prefill may add to a round of sequences that decode.
 
-    Args:
-        target: the target's KV cache.
-        drafters: all drafters, with their controller. It knows what forward passes cost.
-        prefill_rows: the most prompt tokens in a round; the engine has room for these and `max_logits` rows in a pass.
-        max_wait_seconds: the most that each of these may add to a round: prefill, grammar masks, and drafts if several
-            requests are running.
-        begin_masks: told the seconds that the grammar masks of a round may take; the rest has to wait.
-        clock: seconds, for statistics and costs.
-        observers: told of every round and of every end.
-        store: keeps the target's prefixes when they leave its cache; None for none.
+    `milliseconds` is as configured; None derives it from the machine's speed, by the cost of the target's passes.
     """
+    if milliseconds is not None:
+        return milliseconds / 1000
+    return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
 
-    def __init__(
-        self,
-        target: KVCache,
-        drafters: Drafters,
-        *,
-        prefill_rows: int,
-        max_wait_seconds: float = math.inf,
-        begin_masks: Callable[[float], None] | None = None,
-        clock: Callable[[], float] = perf_counter,
-        observers: abc.Sequence[Observer] = (),
-        store: PrefixStore | None = None,
-    ) -> None:
-        self._target = target
-        self._drafters = drafters
-        self._controller = drafters.controller
-        self._prefill_rows = prefill_rows
-        self.max_wait_seconds = max_wait_seconds
-        self._begin_masks = begin_masks
-        self._clock = clock
+
+def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max_wait_seconds: float) -> int:
+    """The longest prefill chunk, of 4 to `max_rows` tokens, that adds at most `max_wait_seconds` to a pass of `rows`.
+
+    A row of the chunk attends to `kv_len` cached tokens.
+    """
+    max_rows = max(0, max_rows)
+    seconds = cost.curve(rows + max_rows, kv_len)
+    # By estimate a wider pass may be faster than a narrower one.
+    fitting = np.flatnonzero(seconds[rows + 1 :] - seconds[rows] <= max_wait_seconds)
+    return max(min(_MIN_CHUNK, max_rows), int(fitting[-1]) + 1 if fitting.size else 0)
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Runs rounds over all running sequences; has no threads of its own."""
+
+    target: KVCache
+    drafters: Drafters
+    _: KW_ONLY
+    prefill_rows: int  # of prompts in a round; the engine has room for these and `max_logits` rows in a pass
+    # That each of these may add to a round: prefill, grammar masks, and drafts if several requests are running.
+    max_wait_seconds: float = math.inf
+    # Told the seconds that the grammar masks of a round may take; the rest has to wait.
+    begin_masks: Callable[[float], None] = lambda _: None
+    clock: Callable[[], float] = perf_counter
+    observers: InitVar[abc.Sequence[Observer]] = ()
+    store: InitVar[PrefixStore | None] = None  # keeps the target's prefixes when they leave its cache
+
+    def __post_init__(self, observers: abc.Sequence[Observer], store: PrefixStore | None) -> None:
         self._recorder = Recorder(observers)
-        self._cache = PrefixCache(target, drafters, store)
+        self._cache = PrefixCache(self.target, self.drafters, store)
         # In the order of admission: the oldest first.
         self._running: list[Generation] = []
-        self._waiting = Waiting(self._running, target, self._cache, self._recorder, clock)
+        self._waiting = Waiting(self._running, self.target, self._cache, self._recorder, self.clock)
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self._waiting or self._running)
 
     @property
@@ -89,27 +101,23 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of sequences in slots."""
         return len(self._running)
 
     @property
     def queued(self) -> int:
-        """Number of sequences without a slot."""
         return len(self._waiting)
 
     def submit(self, generation: Generation, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
-        generation.timestamps.arrival = self._clock() - waited
+        generation.timestamps.arrival = self.clock() - waited
         self._waiting.add(generation)
 
     def cancel(self, generation: Generation) -> None:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-            self._record_ends([generation])
+        if self._waiting.discard(generation):
+            self._recorder.record_end(generation.end_record(self.clock()))
         elif generation in self._running:
-            self._release(generation)
-            self._record_ends([generation])
+            self._end([generation])
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error, where a round has raised; queued ones stay."""
@@ -123,12 +131,11 @@ class Scheduler:
         steps = self._schedule()
         if not steps:
             return
-        started = self._clock()
-        if self._begin_masks is not None:
-            # Grammar masks may delay other sequences as long as prefill may.
-            self._begin_masks(self.max_wait_seconds)
+        started = self.clock()
+        # Grammar masks may delay other sequences as long as prefill may.
+        self.begin_masks(self.max_wait_seconds)
         try:
-            run_round(self._target, self._drafters, steps, self._clock, awaiting_first_token=self.awaiting_first_token)
+            run_round(self.target, self.drafters, steps, self.clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
             self._fail({step.sequence: error for step in steps})
         else:
@@ -136,7 +143,9 @@ class Scheduler:
 
     def check_caches(self) -> None:
         """Compare the records of both KV caches with what the engines hold; for idle times."""
-        self._cache.check()
+        self.target.check()
+        if self.drafters.model:
+            self.drafters.model.cache.check()
 
     def store_prefixes(self) -> bool:
         """Copy some of what ended sequences have left in the target's cache to the store; returns if there is more."""
@@ -171,13 +180,13 @@ class Scheduler:
         """A step for each sequence that decodes, with the most drafts that it may have."""
         # No other request is in a slot if all are of one; queued ones mostly wait for an answer to end.
         is_shared = len({generation.info.request for generation in self._running}) > 1
-        max_drafts = self._controller.max_drafts(
+        max_drafts = self.drafters.controller.max_drafts(
             decoding,
             # Every running sequence may need the logits of one row beside those of its drafts.
-            max_rows=min(self._target.engine.max_logits, self._cache.room) - len(self._running),
+            max_rows=min(self.target.engine.max_logits, self._cache.room) - len(self._running),
             max_wait_seconds=self.max_wait_seconds if is_shared else math.inf,
             kv_len=self._kv_len(),
-            draft_kv_len=self._drafters.draft_kv_len(decoding),
+            draft_kv_len=self.drafters.draft_kv_len(decoding),
         )
         return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
 
@@ -186,12 +195,12 @@ class Scheduler:
         prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
         decoding = {step.sequence.slot for step in decode_steps}
         draft_rows = sum(step.max_drafts for step in decode_steps)
-        logits_left = self._target.engine.max_logits - len(decode_steps) - draft_rows
+        logits_left = self.target.engine.max_logits - len(decode_steps) - draft_rows
         rows_left = prefill_chunk(
-            self._controller.target_cost,
-            self._target.kv_len({generation.slot for generation in self._running} - decoding),
+            self.drafters.controller.target_cost,
+            self.target.kv_len({generation.slot for generation in self._running} - decoding),
             rows=len(decode_steps),
-            max_rows=min(self._prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
+            max_rows=min(self.prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
             max_wait_seconds=self.max_wait_seconds if decode_steps else math.inf,
         )
         reserved = (rows_left + 1) // 2
@@ -213,15 +222,15 @@ class Scheduler:
 
     def _rows_beside_first_token(self, rows: int, most: int) -> int:
         """How many rows others may add to the pass that gives a prompt its first token."""
-        seconds = self._controller.target_cost.curve(rows + most, self._kv_len())
+        seconds = self.drafters.controller.target_cost.curve(rows + most, self._kv_len())
         return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
 
     def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
-        cached = self._target.end(generation.slot)
+        cached = self.target.end(generation.slot)
         return Step(generation, cached, rows, max_drafts, running=len(self._running))
 
     def _kv_len(self) -> int:
-        return self._target.kv_len([generation.slot for generation in self._running])
+        return self.target.kv_len([generation.slot for generation in self._running])
 
     def _postprocess(self, steps: list[Step], started: float) -> None:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
@@ -232,8 +241,8 @@ class Scheduler:
             with Contained(generation.info.request, generation.fail):
                 generation.read_new_tokens()
                 if generation.max_tokens == 0 and not self._cache.pending(generation):
-                    generation.end_without_tokens()
-        self._recorder.record_round(steps, started, self._clock())
+                    generation.end("length")
+        self._recorder.record_round(steps, started, self.clock())
         self._fail(errors)
         self._end([generation for generation in self._running if generation.done])
         self._cache.store()
@@ -250,14 +259,7 @@ class Scheduler:
     def _end(self, ended: list[Generation]) -> None:
         """Free the slots of sequences that have ended, and record that."""
         for generation in ended:
-            self._release(generation)
-        self._record_ends(ended)
-
-    def _release(self, generation: Generation) -> None:
-        self._running.remove(generation)
-        self._cache.release(generation)
-        self._waiting.slot_is_free()
-
-    def _record_ends(self, ended: list[Generation]) -> None:
-        for generation in ended:
-            self._recorder.record_end(generation.end_record(self._clock()))
+            self._running.remove(generation)
+            self._cache.release(generation)
+            self._waiting.slot_is_free()
+            self._recorder.record_end(generation.end_record(self.clock()))

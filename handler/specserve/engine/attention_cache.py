@@ -26,19 +26,26 @@ class AttentionCache:
         return int(library().specserve_cell_bytes(self._handle))
 
     @contextmanager
-    def computing(self, positions: NDArray[np.int32], saved: NDArray[np.uint8] | None = None) -> Iterator[None]:
+    def computing(
+        self, positions: NDArray[np.int32], *, saved: NDArray[np.uint8] | None, head: NDArray[np.int32] | None
+    ) -> Iterator[None]:
         """A pass of this cache's context is computed meanwhile, or rows are loaded into it.
 
         Args:
             positions: of its rows.
             saved: what `save` returned for these rows, which is copied into the cache while nothing is computed.
+            head: ascending groups of columns of the model's head (draft_head.py): the other logits are -inf; None for
+                all. A head in a format without a kernel here is always computed as a whole.
         """
         source = None if saved is None else saved.ctypes.data
         library().specserve_begin_pass(self._handle, positions.ctypes.data, positions.size, source)
+        if head is not None:
+            library().specserve_compute_head(head.ctypes.data, head.size)
         try:
             yield
         finally:
             library().specserve_begin_pass(None, None, 0, None)
+            library().specserve_compute_head(None, 0)
 
     def cells(self) -> NDArray[np.int32]:
         """The cells of the last pass's rows, overwritten by the next pass; none if llama.cpp attended."""
@@ -48,7 +55,7 @@ class AttentionCache:
         return np.ctypeslib.as_array(library().specserve_cells(self._handle), shape=(count,))
 
     def save(self, cells: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Copy the keys and values of some cells, shape (cells, `cell_bytes`)."""
+        """Copy the keys and values of some cells; shape (cells, `cell_bytes`)."""
         saved = np.empty((cells.size, self.cell_bytes), np.uint8)
         library().specserve_save(self._handle, cells.ctypes.data, cells.size, saved.ctypes.data)
         return saved

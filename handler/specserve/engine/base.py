@@ -30,9 +30,7 @@ class Row(NamedTuple):
 class Vocabulary(Protocol):
     """The vocabulary and the tokenizer that a model has."""
 
-    @property
-    def size(self) -> int:
-        """The number of tokens that the vocabulary holds."""
+    size: int
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         """Tokenise `text`.
@@ -50,10 +48,9 @@ class Vocabulary(Protocol):
         """Return the bytes of a token; for a control token, its name."""
 
     def is_end_token(self, token: int) -> bool:
-        """Whether the token ends an answer."""
+        """Whether the token ends an answer (llama.cpp: EOG)."""
 
-    def end_tokens(self) -> list[int]:
-        """Return all tokens that end an answer."""
+    def end_tokens(self) -> list[int]: ...
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
         """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
@@ -72,39 +69,20 @@ class Engine(Protocol):
     order, and only `truncate` and `adopt` shorten it.
     """
 
-    @property
-    def n_slots(self) -> int:
-        """The number of sequences that the cache holds."""
-
-    @property
-    def n_cells(self) -> int:
-        """The number of tokens that they hold together at most, shared ones counted once, alternatives not."""
-
-    @property
-    def width(self) -> int:
-        """The number of logits that a row has: the size of the vocabulary."""
-
-    @property
-    def max_rows(self) -> int:
-        """The maximum number of rows that a forward pass takes."""
-
-    @property
-    def max_logits(self) -> int:
-        """The maximum number of its rows that may want logits."""
-
-    @property
-    def max_alternatives(self) -> int:
-        """The maximum number of its rows that may be alternatives."""
+    n_slots: int
+    n_cells: int  # tokens that all slots hold at most, shared ones counted once, alternatives not
+    slot_length: int  # tokens that a slot holds at most
+    width: int  # of a row of logits: the size of the vocabulary
+    max_rows: int  # of a forward pass
+    max_logits: int  # of its rows, so many may want logits
+    max_alternatives: int  # and so many may be alternatives
+    token_bytes: int | None  # of a token's keys and values in all layers; None if they cannot be saved
 
     def cached_len(self, slot: int) -> int:
         """Return how many tokens of a slot are cached, alternatives not counted."""
 
     def kv_len(self, slots: Iterable[int]) -> int:
         """Return how many cached tokens attention reads for a row of one of these slots, its own or not."""
-
-    @property
-    def slot_length(self) -> int:
-        """The maximum number of tokens that a slot holds."""
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run one forward pass.
@@ -129,10 +107,6 @@ class Engine(Protocol):
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Replace a slot's cache by the first `length` tokens of another slot, whose cells both share."""
-
-    @property
-    def token_bytes(self) -> int | None:
-        """The bytes of a cached token's keys and values in all layers; None if this engine cannot save them."""
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Return a copy of the keys and values of a slot's tokens from `start` to `end`, not included.

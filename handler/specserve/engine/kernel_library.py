@@ -52,7 +52,7 @@ def library_path() -> Path:
 
 
 def _installed(file: str) -> Path | None:
-    """Return where a file of the distribution is that handler/kernels builds; None if that is not installed."""
+    """Return where a file of the distribution is that handler/kernels builds."""
     try:
         return Path(str(importlib.metadata.distribution("specserve-kernels").locate_file(f"specserve_kernels/{file}")))
     except importlib.metadata.PackageNotFoundError:
@@ -108,10 +108,8 @@ def declare(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """Return the library if this process has loaded it."""
     return library() if library.cache_info().currsize else None
 
 
 def checksum() -> str:
-    """Return the SHA-256 of the library's file."""
     return hashlib.sha256(library_path().read_bytes()).hexdigest()

@@ -6,12 +6,8 @@ after `use("auto")` has its weights packed for specserve's kernels, one loaded a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specserve.engine import kernel_trial
 from specserve.engine.kernel_library import Unusable, checksum, library, loaded
@@ -21,43 +17,36 @@ VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
 
 
 class Kernels(NamedTuple):
-    """The kernels that compute for models loaded from now on.
+    """The kernels that compute for models loaded from now on."""
 
-    Args:
-        variant: instruction set of specserve's kernels; None if llama.cpp's are used.
-        formats: weight formats that specserve's kernels compute.
-        sentence: the same for people, with the reason.
-    """
-
-    variant: str | None
-    formats: tuple[str, ...]
-    sentence: str
+    variant: str | None  # the instruction set of specserve's kernels; None if llama.cpp's are used
+    formats: tuple[str, ...]  # of weights, which specserve's kernels compute
+    sentence: str  # the same for people, with the reason
 
 
 def _stock(reason: str) -> Kernels:
     return Kernels(None, (), f"llama.cpp's own kernels compute: {reason}")
 
 
-_state = {"in_use": _stock("specserve's were not selected")}
+_in_use = _stock("specserve's were not selected")
 
 
 def in_use() -> Kernels:
-    """Return the result of the last `use` in this process."""
-    return _state["in_use"]
+    return _in_use
 
 
 def use(mode: Mode, *, variant: str | None = None) -> Kernels:
-    """Select the kernels for models loaded from now on, and for all attention.
+    """Select the kernels for models loaded from now on, and for all attention: specserve's only if they are right.
 
-    Kernels are selected only if their results are correct and their speed is at least llama.cpp's on this machine.
     The first call in a process must precede the first load of a model, when llama.cpp reads its list of buffer types.
 
     Args:
         mode: `off` selects llama.cpp's kernels.
         variant: one of VARIANTS, instead of the best that the processor supports; it is then not tried.
     """
-    _state["in_use"] = chosen = _choose(mode, variant)
-    return chosen
+    global _in_use  # noqa: PLW0603 - as the library's own state
+    _in_use = _choose(mode, variant)
+    return _in_use
 
 
 def _choose(mode: Mode, variant: str | None) -> Kernels:
@@ -66,7 +55,8 @@ def _choose(mode: Mode, variant: str | None) -> Kernels:
             found.specserve_take(0)
         return _stock("`kernels: off`")
     try:
-        rejected = {} if variant else kernel_trial.run()
+        if variant is None:
+            kernel_trial.run()
         found = library()
     except Unusable as reason:
         return _stock(str(reason))
@@ -74,38 +64,15 @@ def _choose(mode: Mode, variant: str | None) -> Kernels:
     named = found.specserve_use((variant or "").encode())
     if named is None:
         return _stock(f"this processor has not {variant}" if variant else "this processor has not even AVX2")
-    known = kernel_trial.formats()
-    selected = [name for name in known if name not in rejected]
-    found.specserve_take(sum(1 << known.index(name) for name in selected))
-    reasons = "; ".join(f"{name} {reason}" for name, reason in rejected.items())
-    if not selected:
-        return _stock(reasons)
-    sentence = f"specserve's own kernels compute ({named.decode()}: {', '.join(selected)}, attention)"
-    return Kernels(named.decode(), tuple(selected), f"{sentence}, but not all: {reasons}" if reasons else sentence)
-
-
-@contextmanager
-def head_limited_to(groups: NDArray[np.int32] | None) -> Iterator[None]:
-    """Let forward passes compute these columns of a model's head only; the other logits are -inf.
-
-    Args:
-        groups: numbers of groups of 16 columns, ascending; None for the whole head. A head in a format without a kernel
-            here is always computed as a whole.
-    """
-    if groups is None:
-        yield
-        return
-    library().specserve_compute_head(groups.ctypes.data, groups.size)
-    try:
-        yield
-    finally:
-        library().specserve_compute_head(None, 0)
+    formats = kernel_trial.formats()
+    found.specserve_take((1 << len(formats)) - 1)
+    sentence = f"specserve's own kernels compute ({named.decode()}: {', '.join(formats)}, attention)"
+    return Kernels(named.decode(), formats, sentence)
 
 
 def identity() -> str:
     """Return a key for cached pass costs: the library's checksum, the variant and the formats in use."""
-    chosen = in_use()
-    return f"{checksum()} {chosen.variant} {' '.join(chosen.formats)}" if chosen.variant else "stock"
+    return f"{checksum()} {_in_use.variant} {' '.join(_in_use.formats)}" if _in_use.variant else "stock"
 
 
 def calls() -> tuple[int, int]:
@@ -129,3 +96,17 @@ def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
     # Bits 0 and 1, see library.cpp. llama.cpp notes nothing while the library is not in its list of buffer types.
     parts = enumerate(("matrix products", "attention"))
     return tuple(part for bit, part in parts if after[bit] == before[bit] or left >> bit & 1)
+
+
+def repeating(left: Sequence[str]) -> str:
+    """Say in one sentence whether outputs repeat on a model of which llama.cpp's kernels compute these parts.
+
+    specserve's kernels compute a row with the same bits in any pass (tests/engine/test_invariance.py); llama.cpp's have
+    others for passes of several rows and for long caches.
+    """
+    if not left:
+        return "specserve's kernels compute a row alike in any pass: greedy and seeded outputs repeat exactly"
+    return (
+        f"llama.cpp's kernels compute {' and '.join(left)}: greedy and seeded outputs may differ between runs where "
+        "two tokens are nearly equal"
+    )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import chain
-from typing import Literal
+from itertools import chain, count, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,65 +23,6 @@ from specserve.sequence import Owner, common_prefix
 logger = logging.getLogger(__name__)
 
 
-class _Cells:
-    """Counts the cells of a cache: each holds one token, for every slot that shares it.
-
-    A cell's number stands for no place in memory: where its token is, only the engine knows.
-
-    Args:
-        n_cells: number of cells.
-    """
-
-    def __init__(self, n_cells: int) -> None:
-        self._n_cells = n_cells
-        # By cell that was ever taken, how many slots hold it, and how many of these are pinned.
-        self._holders: list[int] = []
-        self._pins: list[int] = []
-        # Those that no slot holds any more.
-        self._dropped: list[int] = []
-        self.pinned = 0
-
-    @property
-    def free(self) -> int:
-        """Number of cells that no slot holds."""
-        return self._n_cells - len(self._holders) + len(self._dropped)
-
-    def take(self) -> int:
-        """A free cell, for a slot to `hold`."""
-        if self._dropped:
-            return self._dropped.pop()
-        self._holders.append(0)
-        self._pins.append(0)
-        return len(self._holders) - 1
-
-    def hold(self, cells: list[int], *, pin: bool) -> None:
-        """Count one slot more for these cells, which may be pinned."""
-        for cell in cells:
-            self._holders[cell] += 1
-        if pin:
-            self.pin(cells, 1)
-
-    def drop(self, cells: list[int], *, unpin: bool) -> None:
-        """Count one slot less; a cell that no slot holds any more is free."""
-        if unpin:
-            self.pin(cells, -1)
-        for cell in cells:
-            self._holders[cell] -= 1
-            if not self._holders[cell]:
-                self._dropped.append(cell)
-
-    def pin(self, cells: list[int], change: Literal[1, -1]) -> None:
-        """Count one pinned slot more, or less, for these cells."""
-        for cell in cells:
-            before = self._pins[cell] > 0
-            self._pins[cell] += change
-            self.pinned += (self._pins[cell] > 0) - before
-
-    def pinned_before(self, cells: list[int], end: int) -> int:
-        """How many of the first `end` cells of a slot are pinned; these come before the others."""
-        return bisect_left(cells, 1, 0, min(end, len(cells)), key=lambda cell: not self._pins[cell])
-
-
 class KVCache:
     """The slots of one model's KV cache, and the passes that add tokens to them.
 
@@ -91,43 +32,31 @@ class KVCache:
 
     All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they
     have in common, so these count once. The slots of running sequences are pinned; others may be emptied for their
-    cells.
-
-    Args:
-        engine: the model's engine; nobody else adds tokens to its cache, but in slots that hold none.
+    cells. Nobody else adds tokens to the engine's cache, but in slots that hold none.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._tokens: list[list[int]] = [[] for _ in range(engine.n_slots)]
-        self._start = [0] * engine.n_slots
-        self._cells = _Cells(engine.n_cells)
-        # By slot, the cells of its tokens.
-        self._held: list[list[int]] = [[] for _ in range(engine.n_slots)]
-        self._pinned = [False] * engine.n_slots
-        self._owner: list[Owner] = [("", "")] * engine.n_slots
+        self.n_slots, self.n_cells = engine.n_slots, engine.n_cells
+        self._tokens: list[list[int]] = [[] for _ in range(self.n_slots)]
+        self._start = [0] * self.n_slots
+        # By slot, the cell of each token; a number stands for no place in memory: that only the engine knows.
+        self._held: list[list[int]] = [[] for _ in range(self.n_slots)]
+        self._cells = count()
+        # By cell, how many slots hold it, and how many of these are pinned; without those that none does.
+        self._holders, self._pins = Counter[int](), Counter[int]()
+        self._pinned = [False] * self.n_slots
+        self._owner: list[Owner] = [("", "")] * self.n_slots
         # By slot, the position and the token of each alternative of the last pass.
         self._alternatives: dict[int, list[tuple[int, int]]] = {}
 
     @property
-    def n_slots(self) -> int:
-        """Number of slots."""
-        return self.engine.n_slots
-
-    @property
-    def n_cells(self) -> int:
-        """Number of tokens that the cache holds at most."""
-        return self.engine.n_cells
-
-    @property
     def free_cells(self) -> int:
-        """Number of cells that no slot holds."""
-        return self._cells.free
+        return self.n_cells - len(self._holders)
 
     @property
     def pinned_cells(self) -> int:
-        """Number of cells that pinned slots hold."""
-        return self._cells.pinned
+        return len(self._pins)
 
     def pinned_without(self, slots: Collection[int]) -> int:
         """Number of cells that pinned slots would hold without these."""
@@ -136,36 +65,32 @@ class KVCache:
 
     def pinned_before(self, slot: int, end: int) -> int:
         """How many of the tokens that a slot holds before position `end` are in cells of pinned slots."""
-        return self._cells.pinned_before(self._held[slot], end - self._start[slot])
+        held = self._held[slot]
+        # These come before the others.
+        most = min(end - self._start[slot], len(held))
+        return bisect_left(held, 1, 0, most, key=lambda cell: cell not in self._pins)
 
     def is_pinned(self, slot: int) -> bool:
-        """Whether a slot belongs to a running sequence; others may be emptied for their cells."""
         return self._pinned[slot]
 
     def pin(self, slot: int) -> None:
-        """Give a slot to a running sequence."""
         self._pinned[slot] = True
-        self._cells.pin(self._held[slot], 1)
+        self._pins.update(self._held[slot])
 
     def unpin(self, slot: int) -> None:
-        """Take a slot from its sequence."""
         self._pinned[slot] = False
-        self._cells.pin(self._held[slot], -1)
+        _remove(self._pins, self._held[slot])
 
     def start(self, slot: int) -> int:
-        """The position of the first token that a slot holds."""
         return self._start[slot]
 
     def end(self, slot: int) -> int:
-        """The position after the last token that a slot holds; 0 if it holds none."""
         return self._start[slot] + len(self._tokens[slot])
 
     def length(self, slot: int) -> int:
-        """The number of tokens that a slot holds."""
         return len(self._tokens[slot])
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """How many cached tokens attention reads for a row of one of these slots; see `Engine.kv_len`."""
         return self.engine.kv_len(slots)
 
     def claim(self, slot: int, owner: Owner) -> None:
@@ -175,11 +100,10 @@ class KVCache:
             self._owner[slot] = owner
 
     def owner(self, slot: int) -> Owner:
-        """Whose tokens a slot holds."""
         return self._owner[slot]
 
     def prefixes(self, owner: Owner, tokens: list[int], max_length: int) -> list[int]:
-        """By slot, how many leading tokens of an owner's text need no pass there, counted up to `max_length`."""
+        """By slot, see `prefix`."""
         return [self.prefix(slot, owner, tokens, max_length) for slot in range(self.n_slots)]
 
     def prefix(self, slot: int, owner: Owner, tokens: list[int], max_length: int) -> int:
@@ -192,9 +116,6 @@ class KVCache:
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`.
-
-        Args:
-            rows: the positions are those of the text.
 
         Raises:
             EngineError: the pass failed; the cache is unchanged.
@@ -213,7 +134,7 @@ class KVCache:
             if row.alternative:
                 self._alternatives.setdefault(row.slot, []).append((row.position, row.token))
             else:
-                self._append(row.slot, row.token)
+                self._append(row.slot, [row.token])
         return logits
 
     def truncate(self, slot: int, end: int) -> None:
@@ -240,9 +161,7 @@ class KVCache:
         self.engine.copy(source, destination, length)
         self._drop(destination, 0)
         self._start[destination] = self._start[source]
-        self._tokens[destination] = self._tokens[source][:length]
-        self._held[destination] = self._held[source][:length]
-        self._cells.hold(self._held[destination], pin=self._pinned[destination])
+        self._hold(destination, self._tokens[source][:length], self._held[source][:length])
         self._alternatives.pop(destination, None)
 
     def adopt(self, slot: int, number: int) -> None:
@@ -250,32 +169,14 @@ class KVCache:
         position, token = self._alternatives.pop(slot)[number]
         self.engine.adopt(slot, number)
         self._drop(slot, position - self._start[slot])
-        self._append(slot, token)
-
-    @property
-    def token_bytes(self) -> int | None:
-        """The bytes of a cached token's keys and values; None if the engine cannot save them."""
-        return self.engine.token_bytes
+        self._append(slot, [token])
 
     def tokens(self, slot: int) -> list[int]:
         """A copy of the tokens that a slot holds, from position `start` on."""
         return list(self._tokens[slot])
 
-    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """The keys and values of a slot's tokens at these positions; the slot's `start` is 0. See `Engine.save`.
-
-        Raises:
-            EngineError: the slot holds less.
-        """
-        return self.engine.save(slot, start, end)
-
     def load(self, slot: int, tokens: list[int], saved: NDArray[np.uint8]) -> None:
-        """Append tokens to a slot, whose `start` is 0, with keys and values that were saved from the same positions.
-
-        Args:
-            slot: what it holds are the tokens before these.
-            tokens: one for each row of `saved`.
-            saved: see `Engine.load`.
+        """Append tokens, one for each row of `saved`, to a slot whose `start` is 0; see `Engine.load`.
 
         Raises:
             EngineError: they do not fit; the cache is unchanged.
@@ -283,8 +184,7 @@ class KVCache:
         if len(tokens) > self.free_cells:
             raise EngineError(f"{len(tokens)} tokens do not fit into {self.free_cells} free cells of the KV cache.")
         self.engine.load(slot, saved)
-        for token in tokens:
-            self._append(slot, token)
+        self._append(slot, tokens)
         self._alternatives.pop(slot, None)
 
     def check(self) -> bool:
@@ -300,13 +200,28 @@ class KVCache:
             self.truncate(slot, 0)
         return not wrong
 
-    def _append(self, slot: int, token: int) -> None:
-        cell = self._cells.take()
-        self._cells.hold([cell], pin=self._pinned[slot])
-        self._tokens[slot].append(token)
-        self._held[slot].append(cell)
+    def _append(self, slot: int, tokens: list[int]) -> None:
+        self._hold(slot, tokens, list(islice(self._cells, len(tokens))))
+
+    def _hold(self, slot: int, tokens: list[int], cells: list[int]) -> None:
+        self._tokens[slot] += tokens
+        self._held[slot] += cells
+        self._holders.update(cells)
+        if self._pinned[slot]:
+            self._pins.update(cells)
 
     def _drop(self, slot: int, kept: int) -> None:
         """Note that a slot holds only the first `kept` of its tokens."""
-        self._cells.drop(self._held[slot][kept:], unpin=self._pinned[slot])
+        dropped = self._held[slot][kept:]
+        _remove(self._holders, dropped)
+        if self._pinned[slot]:
+            _remove(self._pins, dropped)
         del self._tokens[slot][kept:], self._held[slot][kept:]
+
+
+def _remove(counts: Counter[int], cells: list[int]) -> None:
+    for cell in cells:
+        if counts[cell] > 1:
+            counts[cell] -= 1
+        else:
+            del counts[cell]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import llama_cpp
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from specserve.config import CacheType
 from specserve.engine import kernels
@@ -31,15 +31,9 @@ class LlamaEngine:
     cannot, reads the cells of all sequences, and sums in their order. `left_to_llama_cpp` tells which one computes.
 
     Args:
-        model: its weights.
-        n_slots: number of sequences.
-        context_length: maximum tokens of a sequence.
-        n_cells: maximum tokens of all sequences together, shared ones counted once; None for all that they can hold.
+        n_cells: None for all that the slots can hold.
         threads: compute threads, anywhere; a pool binds them to cores, and says how many they are.
-        max_rows: maximum rows of a forward pass.
-        max_logits: maximum rows of logits of a forward pass.
         head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
-        max_alternatives: maximum alternatives of a forward pass.
         pool: compute threads that engines share.
         cache_type: of keys and values; specserve's attention keeps 16-bit integers for `f16`.
 
@@ -70,7 +64,6 @@ class LlamaEngine:
         self.slot_length = min(context_length, model.trained_context)
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
-        self._head = head if kernels.in_use().variant else None
         params.n_ctx = self.n_cells + max_alternatives
         # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it.
         params.n_seq_max = n_slots + max_alternatives
@@ -94,6 +87,7 @@ class LlamaEngine:
         self._alternatives: dict[int, list[tuple[int, int, int]]] = {}
         self._make_batch(max_rows)
         self._attention = AttentionCache() if kernels.in_use().variant else None
+        self._head = head if self._attention else None
         # By slot and position, where in llama.cpp's cache a token lies, if our attention knows.
         self._cells = np.zeros((n_slots, self.slot_length), np.int32)
         self._pool = pool
@@ -108,6 +102,10 @@ class LlamaEngine:
         except ModelLoadError:
             self.close()
             raise
+        self.token_bytes: int | None = None
+        # Where llama.cpp attends in some layers, it keeps keys and values of its own.
+        if self._attention and "attention" not in self.left_to_llama_cpp:
+            self.token_bytes = self._attention.cell_bytes or None
 
     def _make_batch(self, rows: int) -> None:
         """Build a llama_batch over NumPy arrays, which are faster to fill than ctypes arrays."""
@@ -138,46 +136,52 @@ class LlamaEngine:
         self.truncate(0, 0)
 
     def cached_len(self, slot: int) -> int:
-        """Return the number of cached tokens of a slot."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        """Return how many cached tokens attention reads for a row; tokens that slots share count for each."""
         if "attention" not in self.left_to_llama_cpp:
             return max(map(self.cached_len, slots), default=0)
+        # Tokens that slots share count for each.
         return sum(map(self.cached_len, range(self.n_slots)))
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run one forward pass; see `Engine.forward`."""
         lengths = self._check(rows)
-        count = len(rows)
         tokens, slots, positions, wants, alternative = zip(*rows, strict=True)
         for slot in list(self._alternatives):
             self._drop_alternatives(slot)
+        self._fill(len(rows), tokens, slots, positions, wants)
+        if any(alternative):
+            self._add_alternatives(rows, lengths)
+        self._decode(lengths, head=self._head.groups(tokens) if self._head else None)
+        if self._attention and (cells := self._attention.cells()).size:
+            own = ~np.array(alternative)
+            self._cells[np.array(slots)[own], np.array(positions)[own]] = cells[own]
+        if not any(wants):
+            return np.empty((0, self.width), np.float32)
+        logits = llama_cpp.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
+
+    def _fill(self, count: int, tokens: ArrayLike, slots: ArrayLike, positions: ArrayLike, wants: ArrayLike) -> None:
+        """Fill the batch with so many rows."""
         self._tokens[:count] = tokens
         self._sequences[:count, 0] = slots
         self._counts[:count] = 1
         self._positions[:count] = positions
         self._wants[:count] = wants
         self._batch.n_tokens = count
-        if any(alternative):
-            self._add_alternatives(rows, lengths)
-        groups = None if self._head is None else self._head.groups(tokens)
-        with kernels.head_limited_to(groups):
-            self._decode(lengths)
-        if self._attention and (cells := self._attention.cells()).size:
-            own = ~np.array(alternative)
-            self._cells[self._sequences[:count, 0][own], self._positions[:count][own]] = cells[own]
-        if not any(wants):
-            return np.empty((0, self.width), np.float32)
-        logits = llama_cpp.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
 
-    def _decode(self, lengths: dict[int, int], saved: NDArray[np.uint8] | None = None) -> None:
+    def _decode(
+        self,
+        lengths: dict[int, int],
+        *,
+        saved: NDArray[np.uint8] | None = None,
+        head: NDArray[np.int32] | None = None,
+    ) -> None:
         """Compute the batch, or load it if it was saved; slots keep these lengths if that fails."""
         count = self._batch.n_tokens
-        positions = self._positions[:count]
-        computing = self._attention.computing(positions, saved) if self._attention else nullcontext()
+        computing: AbstractContextManager[None] = nullcontext()
+        if self._attention:
+            computing = self._attention.computing(self._positions[:count], saved=saved, head=head)
         with computing, self._pool.computing() if self._pool else nullcontext():
             code = llama_cpp.llama_decode(self._context, self._batch)
         if code != 0:
@@ -186,38 +190,22 @@ class LlamaEngine:
                 self._remove_from(slot, length)
             raise EngineError(f"llama_decode failed with code {code} on {count} rows.")
 
-    @property
-    def token_bytes(self) -> int | None:
-        """Bytes of a cached token's keys and values in all layers; None if they cannot be saved."""
-        # Where llama.cpp attends in some layers, it keeps keys and values of its own.
-        if self._attention is None or "attention" in self.left_to_llama_cpp:
-            return None
-        return self._attention.cell_bytes or None
-
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Copy the keys and values of a slot's tokens; see `Engine.save`."""
         if self._attention is None or not self.token_bytes or end > self.cached_len(slot):
             raise EngineError(f"Slot {slot} has no keys and values of tokens {start} to {end} that could be saved.")
         return self._attention.save(self._cells[slot, start:end])
 
     def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        """Append saved tokens to a slot; see `Engine.load`."""
         length = end = self.cached_len(slot)
         if not self._attention or saved.shape[1:] != (self.token_bytes,):
             raise EngineError("These keys and values are not of this model's cache.")
         self._drop_alternatives(slot)
         for first in range(0, len(saved), self.max_rows):
             part = np.ascontiguousarray(saved[first : first + self.max_rows])
-            count = len(part)
-            self._tokens[:count] = 0
-            self._sequences[:count, 0] = slot
-            self._counts[:count] = 1
-            self._positions[:count] = np.arange(end, end + count)
-            self._wants[:count] = 0
-            self._batch.n_tokens = count
-            self._decode({slot: length}, part)
-            self._cells[slot, end : end + count] = self._attention.cells()
-            end += count
+            start, end = end, end + len(part)
+            self._fill(len(part), tokens=0, slots=slot, positions=np.arange(start, end), wants=0)
+            self._decode({slot: length}, saved=part)
+            self._cells[slot, start:end] = self._attention.cells()
 
     def _check(self, rows: list[Row]) -> dict[int, int]:
         """The cached length of every slot of these rows, before the pass.
@@ -243,13 +231,11 @@ class LlamaEngine:
         return before
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot from the cache, and its alternatives."""
         self._drop_alternatives(slot)
         if length < self.cached_len(slot):
             self._remove_from(slot, length)
 
     def adopt(self, slot: int, number: int) -> None:
-        """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
         sequence, position, row = self._alternatives[slot][number]
         self._remove_from(slot, position)
         if self._attention and self.token_bytes:
@@ -258,12 +244,7 @@ class LlamaEngine:
         self._drop_alternatives(slot)
 
     def _add_alternatives(self, rows: list[Row], lengths: dict[int, int]) -> None:
-        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well.
-
-        Args:
-            rows: of the pass.
-            lengths: of their slots before it.
-        """
+        """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well."""
         alternatives = [(index, row) for index, row in enumerate(rows) if row.alternative]
         for sequence, (index, row) in enumerate(alternatives, self.n_slots):
             llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, lengths[row.slot])
@@ -275,12 +256,10 @@ class LlamaEngine:
             self._alternatives.setdefault(row.slot, []).append((sequence, row.position, index))
 
     def _drop_alternatives(self, slot: int) -> None:
-        """Remove a slot's alternatives from the cache, if it has any."""
         for sequence, *_ in self._alternatives.pop(slot, ()):
             self._remove_from(sequence, 0)
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Replace a slot's cache by the first `length` tokens of another slot; both share the cells."""
         if length > self.cached_len(source):
             raise EngineError(f"Slot {source} holds {self.cached_len(source)} tokens; {length} cannot be copied.")
         self.truncate(destination, 0)
@@ -292,7 +271,6 @@ class LlamaEngine:
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
 
     def close(self) -> None:
-        """Free the context."""
         if self._pool:
             self._pool.remove(self._context)
         llama_cpp.llama_free(self._context)

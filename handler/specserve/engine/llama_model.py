@@ -59,11 +59,16 @@ class LlamaModel:
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
         # The last tokens that some layers see; 0 where all see all.
         self.window = llama_cpp.llama_model_n_swa(model)
+        self.tokenizer = llama_cpp.llama_vocab_type(self._vocab)
+        # The BOS and the EOS token that a prompt gets; None for one that is not added.
+        self.added_tokens = (
+            llama_cpp.llama_vocab_bos(self._vocab) if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None,
+            llama_cpp.llama_vocab_eos(self._vocab) if llama_cpp.llama_vocab_get_add_eos(self._vocab) else None,
+        )
         self._pieces: dict[int, bytes] = {}
         self._end_tokens: list[int] | None = None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenise `text`, see `Vocabulary.encode`; a BOS token that it spells at its beginning is not added again."""
         data = text.encode("utf-8")
         size = len(data) + 8
         tokens = (llama_cpp.llama_token * size)()
@@ -73,18 +78,16 @@ class LlamaModel:
         encoded = list(tokens[:count])
         bos = self._added_bos()
         if begin and bos is not None:
+            # One that the text spells at its beginning is not added again.
             del encoded[: max(0, _leading(bos, encoded) - 1)]
         return encoded
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token; none for control tokens."""
-        known = self._pieces.get(token)
-        if known is None:
-            known = self._pieces[token] = self._read_piece(token, special=False)
-        return known
+        if token not in self._pieces:
+            self._pieces[token] = self._read_piece(token, special=False)
+        return self._pieces[token]
 
     def name(self, token: int) -> bytes:
-        """Return the bytes of a token; for a control token, its name."""
         return self.piece(token) or self._read_piece(token, special=True)
 
     def _read_piece(self, token: int, *, special: bool) -> bytes:
@@ -97,17 +100,14 @@ class LlamaModel:
             size = -count
 
     def is_end_token(self, token: int) -> bool:
-        """Whether the token ends an answer (llama.cpp: EOG)."""
         return bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        """Return all tokens that end an answer."""
         if self._end_tokens is None:
             self._end_tokens = [token for token in range(self.size) if self.is_end_token(token)]
         return self._end_tokens
 
     def infill(self, prefix: list[int], suffix: list[int]) -> list[int] | None:
-        """Return a fill-in-the-middle prompt; None if the model has no tokens for it."""
         fim_tokens = (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
         prefix_token, suffix_token, middle_token = (token(self._vocab) for token in fim_tokens)
         if min(prefix_token, suffix_token, middle_token) < 0:
@@ -118,16 +118,13 @@ class LlamaModel:
         return [*begin, prefix_token, *text, suffix_token, *suffix, middle_token]
 
     def file_separators(self) -> tuple[int | None, int | None]:
-        """Return the tokens before a repository's and a file's name in a fill-in-the-middle prompt, if it has them."""
         repository, separator = llama_cpp.llama_vocab_fim_rep(self._vocab), llama_cpp.llama_vocab_fim_sep(self._vocab)
         return None if repository < 0 else repository, None if separator < 0 else separator
 
     def _added_bos(self) -> int | None:
-        """Return the BOS token if prompts begin with it."""
         return self.bos_token() if llama_cpp.llama_vocab_get_add_bos(self._vocab) else None
 
     def bos_token(self) -> int | None:
-        """Return the BOS token, which also stands for an empty prompt; None if the vocabulary has none."""
         token = llama_cpp.llama_vocab_bos(self._vocab)
         # If the file names none, llama.cpp returns token 11, which may be any text.
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
@@ -143,7 +140,6 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
 
     def _metadata(self, key: str) -> str:
-        """Return a value of the file's metadata as text; empty without one."""
         buffer = ctypes.create_string_buffer(128)
         length = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace") if length > 0 else ""
@@ -154,23 +150,20 @@ class LlamaModel:
         return int(llama_cpp.llama_model_n_params(self.pointer)), int(llama_cpp.llama_model_size(self.pointer))
 
     def description(self) -> str:
-        """Return llama.cpp's description: architecture, size and quantisation."""
+        """Return architecture, size and quantisation as llama.cpp writes them."""
         buffer = ctypes.create_string_buffer(128)
         llama_cpp.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
 
     def chat_template(self) -> str | None:
-        """Return the file's Jinja chat template, if it has one."""
         template = llama_cpp.llama_model_chat_template(self.pointer, None)
         return template.decode("utf-8", errors="replace") if template else None
 
     def bos_text(self) -> str:
-        """Return a chat template's `bos_token`; empty if the vocabulary has none."""
         token = self.bos_token()
         return "" if token is None else self.token_text(token).decode("utf-8", errors="replace")
 
     def eos_text(self) -> str:
-        """Return a chat template's `eos_token`."""
         token = llama_cpp.llama_vocab_eos(self._vocab)
         return self.token_text(token).decode("utf-8", errors="replace") if token >= 0 else ""
 
@@ -178,30 +171,16 @@ class LlamaModel:
         """Return a token as the vocabulary spells it."""
         return llama_cpp.llama_vocab_get_text(self._vocab, token) or b""
 
-    def vocabulary_type(self) -> int:
-        """Return llama.cpp's type of the tokenizer (`enum llama_vocab_type`)."""
-        return int(llama_cpp.llama_vocab_type(self._vocab))
-
-    def added_tokens(self) -> tuple[int | None, int | None]:
-        """Return the BOS and the EOS token that a prompt gets; None for one that is not added."""
-        vocab = self._vocab
-        return (
-            llama_cpp.llama_vocab_bos(vocab) if llama_cpp.llama_vocab_get_add_bos(vocab) else None,
-            llama_cpp.llama_vocab_eos(vocab) if llama_cpp.llama_vocab_get_add_eos(vocab) else None,
-        )
-
     def close(self) -> None:
-        """Free the weights."""
         llama_cpp.llama_model_free(self.pointer)
 
 
 def _leading(token: int, tokens: list[int]) -> int:
-    """Return how many times a token stands at the beginning."""
     return sum(1 for _ in takewhile(token.__eq__, tokens))
 
 
 def build_description() -> str:
-    """Return llama.cpp's description of its build: the instructions and libraries that it uses."""
+    """Return which instructions and libraries llama.cpp's build uses."""
     return str(llama_cpp.llama_print_system_info().decode())
 
 
@@ -214,17 +193,19 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     Raises:
         ModelLoadError: names the first difference.
     """
-    pair = f"The draft {draft.path.name} does not fit the target {target.path.name}"
-    advice = "choose a draft of the target's own family"
-    if target.vocabulary_type() != draft.vocabulary_type():
-        raise ModelLoadError(f"{pair}: their tokenizers are of different kinds; {advice}.")
-    if target.added_tokens() != draft.added_tokens():
-        raise ModelLoadError(f"{pair}: their prompts begin or end with different tokens; {advice}.")
-    if abs(target.size - draft.size) > 128:
-        raise ModelLoadError(f"{pair}: their vocabularies hold {draft.size} and {target.size} tokens; {advice}.")
-    for token in range(5, min(target.size, draft.size)):
-        if target.token_text(token) != draft.token_text(token):
-            raise ModelLoadError(f"{pair}: token {token} is a different text in each; {advice}.")
+    tokens = range(5, min(target.size, draft.size))
+    other = next((token for token in tokens if target.token_text(token) != draft.token_text(token)), None)
+    differences = {
+        "their tokenizers are of different kinds": target.tokenizer != draft.tokenizer,
+        "their prompts begin or end with different tokens": target.added_tokens != draft.added_tokens,
+        f"their vocabularies hold {draft.size} and {target.size} tokens": abs(target.size - draft.size) > 128,
+        f"token {other} is a different text in each": other is not None,
+    }
+    if difference := next(filter(differences.get, differences), None):
+        raise ModelLoadError(
+            f"The draft {draft.path.name} does not fit the target {target.path.name}: {difference}; "
+            "choose a draft of the target's own family."
+        )
 
 
 def write_pure_q4_0(source: Path, target: Path) -> bool:

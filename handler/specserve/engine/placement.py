@@ -49,17 +49,12 @@ _BUSY_SECONDS, _FORGOTTEN_SECONDS = 1.0, 86_400.0
 
 
 class Usage(NamedTuple):
-    """What the system has counted since it started.
+    """What the system has counted since it started."""
 
-    Args:
-        threads: by core with a thread of ours bound to it, the nanoseconds that it ran, and that it waited to run.
-        cores: by core, the ticks in which it was busy, with anything, and all ticks.
-        allowed: the cores that the process may run on by now, as its main thread, which is bound to none of them.
-    """
-
+    # By core with a thread of ours bound to it, the nanoseconds that it ran, and that it waited to run.
     threads: Mapping[int, tuple[int, int]]
-    cores: Mapping[int, tuple[int, int]]
-    allowed: Collection[int]
+    cores: Mapping[int, tuple[int, int]]  # by core, the ticks in which it was busy, with anything, and all ticks
+    allowed: Collection[int]  # the cores that the process may run on by now, as its main thread, which is not bound
 
 
 def read_usage() -> Usage:
@@ -70,8 +65,7 @@ def read_usage() -> Usage:
             affinity = os.sched_getaffinity(int(task.name))
             if len(affinity) == 1:
                 ran, waited, _ = map(int, (task / "schedstat").read_text(encoding="ascii").split())
-                core = affinity.pop()
-                before = threads.get(core, (0, 0))
+                before = threads.get(core := affinity.pop(), (0, 0))
                 threads[core] = before[0] + ran, before[1] + waited
         except (OSError, ValueError):
             # The thread has ended, or the kernel keeps no such statistics.
@@ -104,10 +98,7 @@ def fastest(available: Mapping[int, float], max_threads: int) -> tuple[tuple[int
 
 def speed(shares: Sequence[float]) -> float:
     """Return the speed of a pass whose threads get these shares of their cores, in passes of one free core."""
-    product = float(len(shares) ** _SCALING)
-    for share in shares:
-        product *= share
-    return product
+    return math.prod(shares, start=float(len(shares) ** _SCALING))
 
 
 class Workers:
@@ -158,16 +149,11 @@ class Workers:
 
 
 class Placement:
-    """Chooses the cores of passes, and moves the compute threads.
-
-    All of it belongs to the thread that runs passes.
+    """Chooses the cores of passes, and moves the compute threads; for the thread that runs passes alone.
 
     Args:
-        usable: the cores, and how many threads.
-        pool: the threads.
         workers: others on the same cores; None where the operator has chosen the cores.
         read: the machine's counters.
-        clock: seconds.
     """
 
     def __init__(

@@ -55,12 +55,10 @@ class ThreadPool:
         self._given_back = os.sched_getaffinity(0) if is_main else None
 
     def add(self, context: llama_cpp.llama_context_p) -> None:
-        """Let a context compute with these threads."""
         self._contexts.append(context)
         self._attach(context)
 
     def remove(self, context: llama_cpp.llama_context_p) -> None:
-        """Forget a context that is about to be freed."""
         self._contexts.remove(context)
 
     def run_on(self, cores: tuple[int, ...]) -> None:
@@ -83,7 +81,6 @@ class ThreadPool:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let a pass run within this context."""
         # Not before the first pass: threads that are started until then may run on all cores.
         if not self._is_bound:
             self._bind()

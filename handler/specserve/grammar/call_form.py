@@ -22,23 +22,14 @@ _NAME = re.compile(NAME_PATTERN)
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form of calls: a block of them is `begin`, a call, further ones after `separator`, and `end`.
-
-    Args:
-        begin: of a block.
-        call: with NAME and ARGUMENTS once each, and SPACE.
-        end: of a block.
-        separator: between the calls of a block; None if a block has one.
-        tag: how `begin` begins, where that alone opens a call; else the name of a tool does, in its place.
-        only_first: whether no text may stand before it, other than calls.
-    """
+    """A form of calls: a block of them is `begin`, a call, further ones after `separator`, and `end`."""
 
     begin: str
-    call: str
+    call: str  # with NAME and ARGUMENTS once each, and SPACE
     end: str = ""
-    separator: str | None = None
-    tag: str = ""
-    only_first: bool = False
+    separator: str | None = None  # None if a block has one call
+    tag: str = ""  # how `begin` begins, where that alone opens a call; else the name of a tool does, in its place
+    only_first: bool = False  # whether no text may stand before it, other than calls
 
     @property
     def text(self) -> str:
@@ -64,12 +55,12 @@ class CallForm:
     def next_opening(self) -> list[str]:
         """The elements from the arguments of a call to the name of the next one in its block; empty if it has none."""
         after = self.call.partition(ARGUMENTS)[2]
-        return [] if self.separator is None else [*elements(after + self.separator), *_to_name(self.call)]
+        return [] if self.separator is None else [*_elements(after + self.separator), *_to_name(self.call)]
 
     @cached_property
     def closing(self) -> list[str]:
         """The elements after the last arguments of a block."""
-        return elements(self.call.partition(ARGUMENTS)[2] + self.end)
+        return _elements(self.call.partition(ARGUMENTS)[2] + self.end)
 
 
 class ThinkingTags(NamedTuple):
@@ -89,23 +80,22 @@ class ThinkingTags(NamedTuple):
 def _to_name(form: str) -> list[str]:
     """Return the elements up to the character that ends the name."""
     before, _, after = form.partition(NAME)
-    return [*elements(before), NAME, after[:1]]
+    return [*_elements(before), NAME, after[:1]]
 
 
 def _from_name(form: str) -> list[str]:
     """Return the elements after the character that ends the name, up to the arguments."""
-    return elements(form.partition(NAME)[2].partition(ARGUMENTS)[0][1:])
+    return _elements(form.partition(NAME)[2].partition(ARGUMENTS)[0][1:])
 
 
-def elements(form: str) -> list[str]:
-    """Split a form at its placeholders."""
-    return [part for part in re.split(f"({NAME}|{ARGUMENTS}|{SPACE})", form) if part]
+def _elements(form: str) -> list[str]:
+    """Return each SPACE of a form, and the texts between them."""
+    return [part for part in re.split(f"({SPACE})", form) if part]
 
 
 class Match(NamedTuple):
-    """Where a text that elements take begins and ends, and the tool's name in it."""
+    """Where a text that elements take ends, and the tool's name in it."""
 
-    begin: int
     end: int
     name: str
 
@@ -131,7 +121,7 @@ def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> 
             if len(there) < len(part):
                 return True
             position += len(part)
-    return Match(begin, position, name)
+    return Match(position, name)
 
 
 class Found(NamedTuple):
@@ -145,15 +135,9 @@ class Found(NamedTuple):
 def find(
     forms: Sequence[CallForm], text: str, names: Container[str], *, start: int = 0, first: bool, triggers: bool
 ) -> Found:
-    """Find the first call in a text from `start` on.
+    """Find the first call in a text outside calls: by the forms' triggers or else by their openings.
 
-    Args:
-        forms: in which it may be written.
-        text: outside calls.
-        names: of the tools.
-        start: the first place to look at.
-        first: whether the text follows only calls, or nothing.
-        triggers: whether to find triggers, else openings.
+    It is searched from `start` on; `first` says whether it follows only calls, or nothing.
     """
     begins = re.compile("[" + re.escape("".join({(form.begin or form.call)[0] for form in forms})) + "]")
     begin_of_text = len(text) - len(text.lstrip(BETWEEN)) if first else -1

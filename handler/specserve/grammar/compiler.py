@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import llguidance
@@ -52,16 +53,18 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-# Stack of the compiler's thread, which takes 6 kB for each nested subschema; schema.py allows 4,000 of them. Unused
-# pages cost nothing.
+# Of the compiler's thread: it recurses for each subschema, which takes 6 kB, schema.py allows 4,000 of them, and an
+# overflow ends the process. Unused pages cost nothing.
 _STACK_BYTES = 256 * 2**20
-_STACK_SIZE = threading.Lock()
 # An ordinary schema takes 1 to 5 MB, a grammar at the limits 100 MB.
 _CACHED_GRAMMARS = 8
 
 
 class GrammarCompiler:
-    """Compiles schemas and grammars for a vocabulary, the target's."""
+    """Compiles schemas and grammars for a vocabulary, the target's.
+
+    What is invalid, not supported or too large is a `RequestError`, a 400.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -71,18 +74,14 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Build the index of the vocabulary before the first request: that takes 1.5 to 3.5 s for 151,936 tokens."""
-        _ = self.tokenizer
+        _ = self.tokenizer, self._thread
 
     def begin_round(self, max_seconds: float) -> None:
         """Limit the time that all masks of the next round may take in the engine's thread; later ones are deferred."""
         self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
 
     def json_schema(self, schema: dict[str, Any]) -> Constraint:
-        """Return a constraint to JSON that is valid by a schema, with properties in the schema's order.
-
-        Raises:
-            RequestError: the schema is invalid, too large, or uses a keyword that is not supported.
-        """
+        """Return a constraint to JSON that is valid by a schema, with properties in the schema's order."""
         read = _read(schema, "JSON schema", "response_format")
         lark = f"{_HEADER}start: %json {_with_options(read, _FLEXIBLE)}\n"
         return self._constraint(lark, "JSON schema", "response_format", is_json=True)
@@ -101,18 +100,9 @@ class GrammarCompiler:
     ) -> Constraint | CallConstraint:
         """Return a constraint to tool calls, from the first token on or from where the model opens one.
 
-        Args:
-            tools: by name, the JSON schema of the arguments.
-            syntax: how the model writes tool calls.
-            required: whether the answer has to be one or more calls.
-            parallel: whether it may have several.
-            strict: the tools whose schemas are asserted as a whole; `relaxed` names what is not asserted of others.
-            otherwise: the JSON schema of an answer that is no call; None leaves that free.
-            thinking: the tags around reasoning before a free answer; None if the model does not reason.
-            thinks_at_once: whether the prompt ends with the first tag.
-
-        Raises:
-            RequestError: a strict schema is invalid or not supported, or all together are too large.
+        The schemas of `strict` tools are asserted as a whole; `relaxed` names what is not asserted of others. The JSON
+        schema `otherwise` is that of an answer without calls, which None leaves free; then the model may reason before,
+        within `thinking`, of which the prompt ends with the first tag if it `thinks_at_once`.
         """
         readings = {name: _readings(name, schema, strict=name in strict) for name, schema in tools.items()}
         read: dict[str, ReadSchema] = {}
@@ -138,43 +128,36 @@ class GrammarCompiler:
             self.json_schema(otherwise or {})  # raises if that is at fault
             if len(read) > _TOOLS_TO_SEARCH:
                 raise
-            read = {name: self._compilable(name, read[name], readings[name], lark) for name in read}
+            read = {name: self._compilable(name, chain([read[name]], readings[name]), lark) for name in read}
             call = self._constraint(lark(read), "tools", "tools", is_json=False)
         call.relaxed = _names({name: schema.relaxed for name, schema in read.items()})
         if not is_free:
             return call
         return CallConstraint(
-            call,
-            syntax.forms,
-            frozenset(read),
-            self._vocabulary,
+            call=call,
+            forms=syntax.forms,
+            names=frozenset(read),
+            vocabulary=self._vocabulary,
             parallel=parallel,
             thinking=thinking,
             thinks_at_once=thinks_at_once,
         )
 
     def _compilable(
-        self,
-        name: str,
-        schema: ReadSchema,
-        weaker: Iterator[ReadSchema],
-        lark: Callable[[Mapping[str, ReadSchema]], str],
+        self, name: str, readings: Iterator[ReadSchema], lark: Callable[[Mapping[str, ReadSchema]], str]
     ) -> ReadSchema:
-        """Return a tool's schema or the first weaker one that can be compiled; raises why the last one cannot."""
+        """Return the first reading of a tool's schema that can be compiled; raises why the last one cannot."""
+        schema = next(readings)
         try:
             self._compile(lark({name: schema}), f"tool '{name}'", "tools")
         except RequestError:
-            if (weakened := next(weaker, None)) is None:
-                raise
-            return self._compilable(name, weakened, weaker, lark)
+            with suppress(StopIteration):
+                return self._compilable(name, readings, lark)
+            raise
         return schema
 
     def gbnf(self, grammar: str) -> Constraint:
-        """Return a constraint to a grammar in llama.cpp's format.
-
-        Raises:
-            RequestError: the grammar is invalid or too large.
-        """
+        """Return a constraint to a grammar in llama.cpp's format."""
         try:
             lark = gbnf_to_lark(grammar)
         except UnusableGrammar as error:
@@ -182,11 +165,7 @@ class GrammarCompiler:
         return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
 
     def regex(self, pattern: str) -> Constraint:
-        """Return a constraint to text that a regular expression (of Rust's crate `regex`) matches as a whole.
-
-        Raises:
-            RequestError: it is invalid, or too large.
-        """
+        """Return a constraint to text that a regular expression (of Rust's crate `regex`) matches as a whole."""
         if len(pattern) > MAX_GRAMMAR_TEXT:
             raise _refusal("regular expression", f"it is longer than {MAX_GRAMMAR_TEXT // 1024} KiB", "regex")
         # The whole text has to match, so anchors at its ends say nothing; an escaped `$` is none.
@@ -203,10 +182,14 @@ class GrammarCompiler:
         """
         compiled = self._cache.pop(lark, None)
         if compiled is None or compiled.failures:
-            matcher = self._compile(lark, what, param)
-            end_tokens = frozenset(self._vocabulary.end_tokens())
             compiled = CompiledGrammar(
-                matcher, is_json, self._vocabulary, end_tokens, self._single_byte, self._round_budget, []
+                self._compile(lark, what, param),
+                is_json,
+                self._vocabulary,
+                frozenset(self._vocabulary.end_tokens()),
+                self._single_byte,
+                self._round_budget,
+                failures=[],
             )
         self._cache[lark] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
@@ -214,8 +197,8 @@ class GrammarCompiler:
         return Constraint(compiled, Budget(MAX_SECONDS))
 
     def _compile(self, lark: str, what: str, param: str) -> llguidance.LLMatcher:
-        tokenizer = self.tokenizer
-        matcher = _with_large_stack(lambda: llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_LIMITS))
+        compiling = self._thread.submit(llguidance.LLMatcher, self.tokenizer, lark, log_level=0, limits=_LIMITS)
+        matcher = compiling.result()
         trial = matcher.deep_copy()
         if not matcher.is_error():
             trial.compute_bitmask()
@@ -223,6 +206,15 @@ class GrammarCompiler:
         if error:
             raise _refusal(what, error, param)
         return matcher
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        # The size is the whole process's; what other threads begin meanwhile may have it, too.
+        before = threading.stack_size(_STACK_BYTES)
+        thread = ThreadPoolExecutor(1, "compiler")
+        thread.submit(int).result()
+        threading.stack_size(before)
+        return thread
 
     @cached_property
     def _single_byte(self) -> dict[int, int]:
@@ -254,25 +246,6 @@ class _Pieces:
     def __call__(self, _text: bytes) -> list[int]:
         """Return nothing: without llguidance's forcing, no text is tokenised."""
         return []
-
-
-def _with_large_stack(compile_one: Callable[[], llguidance.LLMatcher]) -> llguidance.LLMatcher:
-    """Compile in a thread: the compiler recurses for each subschema, and a stack overflow ends the process.
-
-    Raises:
-        RuntimeError: the compiler failed for another reason than the grammar; its cause says which.
-    """
-    # The size is the whole process's, and two requests may be compiled at a time.
-    with _STACK_SIZE, ThreadPoolExecutor(1, "compiler") as pool:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            compiled = pool.submit(compile_one)
-        finally:
-            threading.stack_size(before)
-    if (cause := compiled.exception()) is not None:
-        # A panic of llguidance is no `Exception`, and would end the thread that waits.
-        raise RuntimeError("the compiler of grammars has failed") from cause
-    return compiled.result()
 
 
 def _with_options(schema: ReadSchema, options: Mapping[str, Any]) -> str:

@@ -16,13 +16,13 @@ COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProper
 NUMBERS = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 SUPPORTED = IN_LISTS | IN_MAPS | SINGLE | COUNTS | NUMBERS | {"$ref", "type", "required", "pattern", "format"}
 # What the values of some keywords have to be.
-_SHAPES: tuple[tuple[frozenset[str], tuple[type, ...], str], ...] = (
-    (IN_LISTS | {"required", "enum"}, (list,), "a list"),
-    (IN_MAPS, (dict,), "an object"),
-    (COUNTS | {"minimum", "maximum", "multipleOf"}, (int, float), "a number"),
-    (frozenset({"type"}), (str, list), "a string or array"),
-    (frozenset({"$ref", "pattern"}), (str,), "a string"),
-)
+_SHAPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(IN_LISTS | {"required", "enum"}, (list, "a list")),
+    **dict.fromkeys(IN_MAPS, (dict, "an object")),
+    **dict.fromkeys(COUNTS | {"minimum", "maximum", "multipleOf"}, ((int, float), "a number")),
+    **dict.fromkeys(("$ref", "pattern"), (str, "a string")),
+    "type": ((str, list), "a string or array"),
+}
 # Assertions of any JSON Schema draft that the compiler ignores. A keyword in none of these sets is an annotation.
 ASSERTIONS = (
     frozenset({"if", "not", "contains", "uniqueItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties"})
@@ -66,12 +66,11 @@ MAX_HOSTNAME = 253
 
 def misshapen(key: str, value: Any) -> str:
     """Return what a keyword's value would have to be, empty if it is."""
+    types, shape = _SHAPES.get(key, (object, ""))
     # `true` is no number, though an `int` in Python.
-    fits = {shape for _, types, shape in _SHAPES if isinstance(value, types) and not isinstance(value, bool)}
-    shape = next((shape for keys, _, shape in _SHAPES if key in keys and shape not in fits), "")
-    if not shape and key in {"type", "required"} and not all(isinstance(name, str) for name in value):
-        return "strings"
-    return shape
+    if shape and (not isinstance(value, types) or isinstance(value, bool)):
+        return shape
+    return "strings" if key in {"type", "required"} and not all(isinstance(name, str) for name in value) else ""
 
 
 def asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -79,8 +78,7 @@ def asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
     if key == "if":
         return bool({"then", "else"} & schema.keys())
     if key == "uniqueItems":
-        max_items = schema.get("maxItems")
-        return value is True and not (isinstance(max_items, int) and max_items <= 1) and "array" in types_of(schema)
+        return value is True
     if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
         return any(needs not in ([], True, {}) for needs in value.values())
     if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:

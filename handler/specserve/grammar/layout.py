@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 WHITESPACE = frozenset(b" \n\r\t")
 _QUOTE, _BACKSLASH = b'"\\'
+# The kind of a character is itself for `,` and `:`, `[` and `]` for brackets of both kinds, and `v` for the rest.
+_KINDS = dict(zip(b"[]{},:", "[][],:", strict=True))
 # Brackets; the layout of deeper ones is assumed to be the same.
 _MAX_DEPTH = 32
 
@@ -16,23 +18,14 @@ class Layout(NamedTuple):
     """The whitespace of a JSON text so far, from which the whitespace before the next character is predicted.
 
     A gap is the whitespace between two adjacent characters. It is identified by the kinds of both, and by the depth.
-    The kind of a character is itself for `,` and `:`, `[` and `]` for brackets of both kinds, and `v` for the rest.
-
-    Args:
-        depth: number of open brackets.
-        last: kind of the last character that is not whitespace; empty at the start.
-        gap: the whitespace since.
-        in_string: whether the text ends inside a string.
-        escaped: whether the text ends with a backslash that escapes the next character.
-        gaps: the last gap of each identity (last, next, depth).
     """
 
-    depth: int = 0
-    last: str = ""
-    gap: bytes = b""
-    in_string: bool = False
-    escaped: bool = False
-    gaps: Mapping[tuple[str, str, int], bytes] = MappingProxyType({})
+    depth: int = 0  # brackets that are open
+    last: str = ""  # kind of the last character that is not whitespace; empty at the start
+    gap: bytes = b""  # the whitespace since
+    in_string: bool = False  # whether the text ends inside a string
+    escaped: bool = False  # whether the text ends with a backslash that escapes the next character
+    gaps: Mapping[tuple[str, str, int], bytes] = MappingProxyType({})  # the last of each identity (last, next, depth)
 
     def read(self, text: bytes) -> Layout:
         """Return the layout after `text`, which need not be JSON."""
@@ -48,7 +41,7 @@ class Layout(NamedTuple):
             return self._replace(in_string=character != _QUOTE)
         if character in WHITESPACE:
             return self._replace(gap=self.gap + bytes([character]))
-        kind, gaps = _kind(character), self.gaps
+        kind, gaps = _KINDS.get(character, "v"), self.gaps
         identity = self._identity(kind)
         # Two adjacent characters of kind `v` belong to one number or literal.
         if identity[:2] != ("v", "v") and gaps.get(identity) != self.gap:
@@ -59,7 +52,7 @@ class Layout(NamedTuple):
 
     def before(self, character: int) -> bytes | None:
         """Return the whitespace that is expected before `character`; None if nothing is known, or it is exceeded."""
-        expected = self._expected(_kind(character))
+        expected = self._expected(_KINDS.get(character, "v"))
         if expected is None or not expected.startswith(self.gap):
             return None
         return expected[len(self.gap) :]
@@ -82,11 +75,3 @@ class Layout(NamedTuple):
         if first is None or not first.startswith(b"\n"):
             return first
         return b"\n" + first[1:] * (self.depth - (kind == "]"))
-
-
-def _kind(character: int) -> str:
-    if character in b"[{":
-        return "["
-    if character in b"]}":
-        return "]"
-    return chr(character) if character in b",:" else "v"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from math import prod
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -28,11 +29,10 @@ from specserve.grammar.keywords import (
     misshapen,
     types_of,
 )
-from specserve.grammar.unions import Exclusion, exactly_one_present, replace_one_of
+from specserve.grammar.unions import Exclusion, exactly_one_present
 
 # A subschema takes the compiler up to 0.15 ms (0.26 s for 1,600 nested objects), and a level of its stack.
 MAX_SUBSCHEMAS = 4000
-MAX_DEPTH = 60
 # Bytes of the schema as ASCII, without annotations.
 MAX_TEXT = 256 * 1024
 # Characters of a JSON pointer; each subschema keeps its own until the schema is compiled.
@@ -55,36 +55,27 @@ class UnusableSchema(Exception):
 
 
 class ReadSchema(NamedTuple):
-    """A schema as the compiler takes it.
+    """A schema as the compiler takes it."""
 
-    Args:
-        text: its JSON, without annotations.
-        size: the number of its subschemas.
-        relaxed: the keywords that it does not assert everywhere.
-    """
-
-    text: str
-    size: int = 1
-    relaxed: tuple[str, ...] = ()
+    text: str  # its JSON, without annotations
+    size: int = 1  # the number of its subschemas
+    relaxed: tuple[str, ...] = ()  # the keywords that it does not assert everywhere
 
 
 def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: frozenset[str] = frozenset()) -> ReadSchema:
-    """Return the schema as the compiler takes it.
+    """Return the schema as the compiler takes it, `without` some keywords.
 
-    Args:
-        schema: to be read.
-        relaxes: whether what cannot be asserted is left out, so that more values are valid.
-        without: keywords that are left out everywhere.
+    If it `relaxes` the schema, what cannot be asserted is left out, too, so that more values are valid.
 
     Raises:
         UnusableSchema: the compiler would ignore or misread a part of it, or take too long.
     """
     reader = _Reader(schema, relaxes=relaxes, without=without)
     try:
-        read = reader.read(schema, "", 0)
+        read = reader.read(schema, "")
         reader.resolve()
         reader.check_cost()
-        reader.join_unions()
+        reader.check_unions()
         if reader.elsewhere:
             read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
         text = json.dumps(read, allow_nan=False)
@@ -124,7 +115,7 @@ class _Reader:
             if schema.pop(key, self) is not self or key == keywords[0]:
                 self.relaxed[key] = None
 
-    def read(self, schema: Any, pointer: str, depth: int) -> Any:
+    def read(self, schema: Any, pointer: str) -> Any:
         """Copy the schema at a JSON pointer."""
         # Schema generators spell "nothing" this way.
         is_nothing = pointer and isinstance(schema, dict) and schema.get("not", False) in (True, {})
@@ -132,8 +123,6 @@ class _Reader:
         self.copies[pointer] = copy
         if len(self.copies) > MAX_SUBSCHEMAS:
             raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
-        if depth > MAX_DEPTH:
-            raise UnusableSchema("it is too deeply nested")
         if len(pointer) > _MAX_POINTER:
             raise UnusableSchema("the names of its nested properties are too long")
         if not isinstance(copy, dict):
@@ -142,15 +131,15 @@ class _Reader:
         if pointer and isinstance(identity, str) and not identity.startswith("#"):
             self._identified.add(pointer)
 
-        self._copy_keywords(schema, copy, pointer, depth + 1)
+        self._copy_keywords(schema, copy, pointer)
         self._check(copy, pointer)
         if "$ref" in copy:
             self._references.append((pointer, copy))
-        if "oneOf" in copy:
+        if isinstance(schema.get("oneOf"), list):
             self._unions[pointer] = copy, schema.get("discriminator")
         return copy
 
-    def _copy_keywords(self, schema: dict[str, Any], copy: dict[str, Any], pointer: str, depth: int) -> None:
+    def _copy_keywords(self, schema: dict[str, Any], copy: dict[str, Any], pointer: str) -> None:
         reworded: list[dict[str, Any]] = []
         for key, value in schema.items():
             opened = key == "additionalProperties" and "patternProperties" in self._without & schema.keys()
@@ -160,21 +149,23 @@ class _Reader:
                 reworded += self._reworded(key, value, schema)
             elif shape := misshapen(key, value):
                 self._refuse(f"{key!r} must be {shape}", copy, key)
+            elif key == "anyOf" and "oneOf" in schema:
+                reworded.append({key: self._keyword(key, value, f"{pointer}/{key}")})
             elif key in SUPPORTED:
-                copy[key] = self._keyword(key, value, f"{pointer}/{key}", depth)
+                copy["anyOf" if key == "oneOf" else key] = self._keyword(key, value, f"{pointer}/{key}")
         if reworded:
             # Last, since answers have the properties in the order of the schema.
             copy["allOf"] = [*copy.pop("allOf", []), *reworded]
 
-    def _keyword(self, key: str, value: Any, pointer: str, depth: int) -> Any:
+    def _keyword(self, key: str, value: Any, pointer: str) -> Any:
         """Copy the value of a keyword."""
         if key in IN_MAPS:
-            return {name: self.read(part, f"{pointer}/{_escaped(name)}", depth) for name, part in value.items()}
+            return {name: self.read(part, f"{pointer}/{_escaped(name)}") for name, part in value.items()}
         if key in IN_LISTS or (key == "items" and isinstance(value, list)):
-            return [self.read(part, f"{pointer}/{index}", depth) for index, part in enumerate(value)]
+            return [self.read(part, f"{pointer}/{index}") for index, part in enumerate(value)]
         if key in COUNTS and isinstance(value, float) and value.is_integer():
             return int(value)
-        return self.read(value, pointer, depth) if key in SINGLE else value
+        return self.read(value, pointer) if key in SINGLE else value
 
     def _reworded(self, key: str, value: Any, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """Return supported schemas that together assert the same as an unsupported keyword, if there are any."""
@@ -191,13 +182,13 @@ class _Reader:
 
     def _check(self, schema: dict[str, Any], pointer: str) -> None:
         """Refuse what the compiler would misread."""
-        if not isinstance(schema.get("items"), list):
-            schema.pop("additionalItems", None)
-        elif "prefixItems" in schema:
-            self._refuse("'prefixItems' and a list of 'items' exclude each other", schema, "items", "additionalItems")
-        elif "additionalItems" in schema and JOINABLE & schema.keys() - {"enum", "const"}:
-            reason = "'additionalItems' beside other subschemas is not supported; use 'prefixItems'"
-            self._refuse(reason, schema, "additionalItems")
+        others = schema.pop("additionalItems", True)
+        if isinstance(schema.get("items"), list):
+            if "prefixItems" in schema:
+                self._refuse("'prefixItems' and a list of 'items' exclude each other", schema, "items")
+            else:
+                # The compiler ignores `additionalItems` beside other subschemas.
+                schema |= {"prefixItems": schema["items"], "items": others}
         for key in ("const", "enum", "pattern"):
             if is_unspelled(key, schema.get(key, "")):
                 self._refuse(f"{key!r} holds a control character, which an answer cannot spell", schema, key)
@@ -249,8 +240,8 @@ class _Reader:
         joins = any(map(_joins, schemas))
         named = [len(schema.get("properties", {})) for schema in schemas]
         by_pattern = sum(len(schema.get("patternProperties", {})) for schema in schemas)
-        counts = [bool({"minProperties", "maxProperties"} & schema.keys()) for schema in schemas]
-        counted = sum(n for n, is_counted in zip(named, counts, strict=True) if is_counted)
+        counts = ({"minProperties", "maxProperties"} & schema.keys() for schema in schemas)
+        counted = sum(n for n, keys in zip(named, counts, strict=True) if keys)
         if by_pattern > MAX_PATTERN_PROPERTIES:
             raise UnusableSchema(f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'")
         if joins and sum(("pattern" in schema) + ("format" in schema) for schema in schemas) > MAX_JOINED_PATTERNS:
@@ -259,11 +250,9 @@ class _Reader:
             reason = f"it has 'minProperties' or 'maxProperties' and more than {MAX_COUNTED_PROPERTIES} properties"
             raise UnusableSchema(reason)
         multiples = {Decimal(str(schema["multipleOf"])) for schema in schemas if schema.get("multipleOf")}
-        product = 1
-        for numerator, denominator in (multiple.as_integer_ratio() for multiple in multiples):
-            product *= max(abs(numerator), denominator)
-            if product > MAX_MULTIPLE:
-                raise UnusableSchema("'multipleOf' has too many digits")
+        factors = (max(abs(n), d) for n, d in (multiple.as_integer_ratio() for multiple in multiples))
+        if prod(min(factor, MAX_MULTIPLE + 1) for factor in factors) > MAX_MULTIPLE:
+            raise UnusableSchema("'multipleOf' has too many digits")
 
     def resolve(self) -> None:
         """Replace each reference by a pointer from the root."""
@@ -287,11 +276,11 @@ class _Reader:
             name = step.replace("~1", "/").replace("~0", "~")
             value = value.get(name) if isinstance(value, dict) and name not in NO_SCHEMAS else None
         if isinstance(value, dict):
-            self.elsewhere[pointer] = self.read(value, pointer, 1)
+            self.elsewhere[pointer] = self.read(value, pointer)
         return isinstance(value, dict)
 
-    def join_unions(self) -> None:
-        """Turn each `oneOf` into an `anyOf`.
+    def check_unions(self) -> None:
+        """Refuse each `oneOf`, by now an `anyOf`, of which a value might satisfy two branches.
 
         OpenAPI's discriminator tells by a property which branch is meant. Where a branch does not require it, as
         pydantic's tags with a default, answers have it all the same: pydantic takes none without, and branches may
@@ -303,18 +292,17 @@ class _Reader:
         untagged: list[tuple[dict[str, Any], str]] = []
         for pointer, (schema, discriminator) in self._unions.items():
             tag = discriminator.get("propertyName", "") if isinstance(discriminator, dict) else ""
-            tagged = exclusion.naming(tag, schema["oneOf"]) if isinstance(tag, str) else []
-            branches = exactly_one_present(schema["oneOf"]) if is_exact else []
-            overlap = None if branches else exclusion.overlap(schema, [tag] if tagged else [])
-            if overlap:
+            tagged = exclusion.naming(tag, schema["anyOf"]) if isinstance(tag, str) else []
+            if is_exact and (branches := exactly_one_present(schema["anyOf"])):
+                schema["anyOf"] = branches
+            elif overlap := exclusion.overlap(schema, [tag] if tagged else []):
                 reason = (
                     f"branches {overlap[0]} and {overlap[1]} of 'oneOf' at {'#' + pointer[:100]!r} might both take the "
                     "same value; use 'anyOf', or require a property with a 'const' of its own in each"
                 )
                 self._refuse(reason, {}, "oneOf")
-            else:
-                untagged += [(part, tag) for part in tagged]
-            replace_one_of(schema, branches or schema["oneOf"])
+                continue
+            untagged += [(part, tag) for part in tagged]
         # Last, since all are proven as they stand.
         for part, tag in untagged:
             part["required"] = [*dict.fromkeys([*part.get("required", []), tag])]

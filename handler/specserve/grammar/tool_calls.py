@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
@@ -51,15 +52,10 @@ def call_grammar(
     is_whole: bool,
     otherwise: str | None = None,
 ) -> str:
-    """Return the grammar of tool calls in llguidance's Lark.
+    """Return, in llguidance's Lark, the grammar of a whole answer in the model's own form, or else of a block in any.
 
-    Args:
-        syntax: how the model writes calls.
-        schemas: by tool, the JSON schema of its arguments in the model's layout and in any, as the compiler takes it.
-        vocabulary: of the target.
-        parallel: whether there may be several calls.
-        is_whole: whether it is for an answer of calls in the model's own form; else for one block in any form.
-        otherwise: the JSON schema of a whole answer that is no call.
+    `schemas` has by tool the JSON schema of its arguments in the model's layout and in any, as the compiler takes it,
+    and `otherwise` is that of a whole answer without calls.
     """
     spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
     marks = "|".join(map(re.escape, spelled))
@@ -92,94 +88,56 @@ def call_grammar(
     return "\n".join([f"start: {start}", space, *(f"{name}: {body}" for body, name in rules.items())]) + "\n"
 
 
-# Tokens and their texts; None stands for what is left of a token.
-Pieces = tuple[tuple[int | None, str], ...]
-
-
 class _State(NamedTuple):
-    """Where an answer is after some of its tokens.
+    """Where an answer is after some of its tokens."""
 
-    Args:
-        begun: of the open call, the tokens that spell its beginning, and the number of the answer's tokens up to there;
-            None in free text.
-        pending: in free text, the tokens that may have begun a call, and their texts.
-        first: whether no text stands between these and the last call or the beginning.
-        ended: whether nothing may follow.
-        reasons: whether it is reasoning, in which nothing opens a call; None before that is known.
-    """
-
+    # Of the open call, the tokens that spell its beginning, and the number of the answer's tokens up to there.
     begun: tuple[list[int], int] | None = None
-    pending: Pieces = ()
-    first: bool = True
-    ended: bool = False
-    reasons: bool | None = False
+    pending: str = ""  # in free text, what may have begun a call or tag
+    first: bool = True  # whether no text stands between this and the last call or the beginning
+    ended: bool = False  # whether nothing may follow
+    reasons: bool | None = False  # whether it is reasoning, in which nothing opens a call; None before that is known
 
 
+@dataclass(eq=False, kw_only=True)
 class CallConstraint:
     """A constraint that leaves the model free until it opens a call, and then follows the grammar up to its end.
 
     Free text has no masks and takes no time of the grammar's budget. Like `Constraint`, a function of tokens alone.
-
-    Args:
-        call: the grammar of one block.
-        forms: of calls.
-        names: of the tools.
-        vocabulary: of the target.
-        parallel: whether anything may follow a call.
-        thinking: the tags around reasoning; None if there is none.
-        thinks_at_once: whether the prompt ends with the first tag.
     """
 
-    allows_text = True
+    allows_text: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        call: Constraint,
-        forms: Sequence[CallForm],
-        names: Container[str],
-        vocabulary: Vocabulary,
-        *,
-        parallel: bool,
-        thinking: ThinkingTags | None = None,
-        thinks_at_once: bool = False,
-    ) -> None:
-        self.relaxed = call.relaxed
-        self._call = call
-        self._forms = forms
-        self._names = names
-        self._vocabulary = vocabulary
-        self._tags = control_tokens([*(form.text for form in forms), *(thinking or ())], vocabulary)
-        self._parallel = parallel
-        self._thinking = thinking
+    call: Constraint  # the grammar of one block
+    forms: Sequence[CallForm]  # in which a block may be written
+    names: Container[str]  # of the tools
+    vocabulary: Vocabulary  # the target's
+    parallel: bool  # whether anything may follow a call
+    thinking: ThinkingTags | None = None  # around reasoning; None if there is none
+    thinks_at_once: bool = False  # whether the prompt ends with the first tag
+
+    def __post_init__(self) -> None:
+        self.relaxed = self.call.relaxed
+        self._tags = control_tokens([*(form.text for form in self.forms), *(self.thinking or ())], self.vocabulary)
         # The tokens that were asked about last, and the states before the first and after each of them.
         self._tokens: list[int] = []
-        self._states = [_State(reasons=False if thinking is None else thinks_at_once or None)]
-
-    def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
-        """Return the mask of the tokens that may follow, None in free text; raises like `Constraint`."""
-        call = self._open_call(tokens)
-        return None if call is None else self._call.allowed(call)
-
-    def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether nothing may follow: after the only call that is wanted."""
-        return self._after(tokens).ended
-
-    def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Return draft tokens for the text that the grammar forces inside calls; raises like `Constraint`."""
-        call = self._open_call(tokens)
-        return [] if call is None else self._call.forced(call, max_tokens)
+        self._states = [_State(reasons=False if self.thinking is None else self.thinks_at_once or None)]
 
     def fork(self) -> CallConstraint:
         """Return an independent constraint by the same grammar."""
-        return CallConstraint(
-            self._call.fork(),
-            self._forms,
-            self._names,
-            self._vocabulary,
-            parallel=self._parallel,
-            thinking=self._thinking,
-            thinks_at_once=self._states[0].reasons is True,
-        )
+        return replace(self, call=self.call.fork())
+
+    def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
+        call = self._open_call(tokens)
+        return None if call is None else self.call.allowed(call)
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        # After the only call that is wanted.
+        return self._after(tokens).ended
+
+    def forced(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        call = self._open_call(tokens)
+        return [] if call is None else self.call.forced(call, max_tokens)
 
     def _open_call(self, tokens: Sequence[int]) -> list[int] | None:
         """Return the tokens of the call that is open after `tokens`, from its first byte on."""
@@ -199,45 +157,51 @@ class CallConstraint:
 
     def _next(self, state: _State, tokens: list[int]) -> _State:
         """Return the state after `tokens`, whose last one follows `state`."""
-        token = tokens[-1]
         if state.ended:
             return state
         if state.begun is not None:
             begun, count = state.begun
             return self._unless_complete(state, [*begun, *tokens[count:]])
-        # Bytes as characters: what opens calls is ASCII.
-        piece = self._tags.get(token) or self._vocabulary.piece(token).decode("latin-1")
-        pending = (*state.pending, (token, piece)) if piece else state.pending
-        if self._thinking is not None and state.reasons is not False:
-            reasons, position = _reasoning_goes_on(self._thinking, _text(pending), state.reasons)
-            pending = _since(pending, position)
+        text = state.pending + self._text(tokens[-1])
+        if self.thinking is not None and state.reasons is not False:
+            reasons, position = _reasoning_goes_on(self.thinking, text, state.reasons)
+            text = text[position:]
             if reasons is not False:
-                return _State(pending=pending, reasons=reasons)
-        text, position = _text(pending), -1
+                return _State(pending=text, reasons=reasons)
+        position = -1
         while True:
-            found = find(self._forms, text, self._names, start=position + 1, first=state.first, triggers=True)
+            found = find(self.forms, text, self.names, start=position + 1, first=state.first, triggers=True)
             position = found.position
-            rest = _since(pending, position)
             if found.match is None:
-                return _State(pending=rest, first=state.first and not text[:position].strip(BETWEEN))
-            begun = self._spelled(rest)
+                return _State(pending=text[position:], first=state.first and not text[:position].strip(BETWEEN))
+            begun = self._last(tokens, len(text) - position)
             if begun and self._follows(begun):
                 return self._unless_complete(_State((begun, len(tokens))), begun)
 
     def _unless_complete(self, state: _State, call: list[int]) -> _State:
-        return _State(ended=not self._parallel) if self._call.complete(call) else state
+        return _State(ended=not self.parallel) if self.call.complete(call) else state
 
     def _follows(self, call: list[int]) -> bool:
         """Whether what stands beyond a trigger belongs to a call; where the grammar fails, its next mask says so."""
         try:
-            return self._call.follows(call)
+            return self.call.follows(call)
         except ConstraintError:
             return True
 
-    def _spelled(self, pieces: Pieces) -> list[int]:
-        """Return the tokens of pieces, single bytes for one that is cut; none where bytes have no tokens."""
-        spelled = (self._call.spell(piece.encode("latin-1")) if token is None else [token] for token, piece in pieces)
-        return [token for tokens in spelled for token in tokens]
+    def _text(self, token: int) -> str:
+        """Return a token's text with bytes as characters: what opens calls is ASCII."""
+        return self._tags.get(token) or self.vocabulary.piece(token).decode("latin-1")
+
+    def _last(self, tokens: Sequence[int], length: int) -> list[int]:
+        """Return the tokens of the last characters of an answer, single bytes for one that is cut."""
+        found: list[int] = []
+        for token in reversed(tokens):
+            if length <= 0:
+                break
+            text = self._text(token)
+            spelled = self.call.spell(text[-length:].encode("latin-1")) if len(text) > length else [token][: len(text)]
+            found, length = [*spelled, *found], length - len(text)
+        return found
 
 
 def _reasoning_goes_on(tags: ThinkingTags, text: str, reasons: bool | None) -> tuple[bool | None, int]:
@@ -249,16 +213,3 @@ def _reasoning_goes_on(tags: ThinkingTags, text: str, reasons: bool | None) -> t
         return False, 0
     end = text.find(tags.end, begin)
     return (True, max(begin, len(text) - len(tags.end) + 1)) if end < 0 else (False, end + len(tags.end))
-
-
-def _text(pieces: Pieces) -> str:
-    return "".join(piece for _, piece in pieces)
-
-
-def _since(pieces: Pieces, position: int) -> Pieces:
-    """Return the pieces of a text from a character on; one that is cut there has no token."""
-    for index, (_, piece) in enumerate(pieces):
-        if position < len(piece):
-            return ((None, piece[position:]), *pieces[index + 1 :]) if position else pieces[index:]
-        position -= len(piece)
-    return ()

@@ -1,4 +1,4 @@
-"""Turns a `oneOf` into an `anyOf`, which means the same where no value satisfies two branches."""
+"""Proves that no value satisfies two branches of a `oneOf`, which means the same as `anyOf` then."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", s
 
 
 class Exclusion:
-    """Proves that no value satisfies two branches, by types, listed values and required properties.
-
-    Args:
-        targets: the subschemas that each `$ref` leads to.
-    """
+    """Proves that no value satisfies two branches, by types, listed values and required properties."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
+        # The subschemas that each `$ref` leads to.
         self._targets = targets
         self._left = _MAX_EXAMINED
 
     def overlap(self, schema: dict[str, Any], required: Sequence[str]) -> tuple[int, int] | None:
-        """Return two branches of `oneOf` that may take the same value, of those that have the required properties."""
+        """Return two branches of `anyOf` that may take the same value, of those that have the required properties."""
         # Of labelled values, each in a branch, there may be too many for pairs.
         nothing = frozenset[tuple[str, Hashable]]()
-        values = [next(_listed(branch), nothing) if isinstance(branch, dict) else nothing for branch in schema["oneOf"]]
+        values = [next(_listed(branch), nothing) if isinstance(branch, dict) else nothing for branch in schema["anyOf"]]
         if all(values) and len(nothing.union(*values)) == sum(map(len, values)):
             return None
-        beside = [{key: value for key, value in schema.items() if key != "oneOf"}, {"required": required}]
-        pairs = combinations(enumerate(schema["oneOf"]), 2)
+        beside = [{key: value for key, value in schema.items() if key != "anyOf"}, {"required": required}]
+        pairs = combinations(enumerate(schema["anyOf"]), 2)
         return next(((i, j) for (i, a), (j, b) in pairs if not self._is_empty([*beside, a, b], _MAX_DEPTH)), None)
 
     def naming(self, tag: str, branches: Sequence[Any]) -> list[dict[str, Any]]:
@@ -51,7 +48,7 @@ class Exclusion:
                 found.append(schema)
             elif "$ref" in schema:
                 queue.append(self._targets[schema["$ref"]])
-            elif alternatives := schema.get("oneOf") or schema.get("anyOf"):
+            elif alternatives := schema.get("anyOf"):
                 queue += alternatives
             else:
                 return []
@@ -72,7 +69,7 @@ class Exclusion:
                 facts.append(schema)
                 queue += schema.get("allOf", [])
                 queue += [self._targets[schema["$ref"]]] if "$ref" in schema else []
-                choices += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+                choices += [schema["anyOf"]] if "anyOf" in schema else []
         types = _TYPES.intersection(*map(_types, facts))
         if listed := [values for fact in facts for values in _listed(fact)]:
             types &= {kind for kind, _ in listed[0].intersection(*listed[1:])}
@@ -82,7 +79,7 @@ class Exclusion:
             required = {name for fact in facts for name in fact.get("required", [])}
             if any(self._is_empty(list(_of_property(facts, name)), depth - 1) for name in sorted(required)):
                 return True
-        alone = [{key: value for key, value in fact.items() if key not in ("anyOf", "oneOf")} for fact in facts]
+        alone = [{key: value for key, value in fact.items() if key != "anyOf"} for fact in facts]
         rest = [*alone, *({"anyOf": choice} for choice in choices[1:])]
         return bool(choices) and all(self._is_empty([branch, *rest], depth - 1) for branch in choices[0])
 
@@ -130,12 +127,3 @@ def exactly_one_present(branches: Sequence[Any]) -> list[dict[str, Any]]:
         {"type": "object", "required": own, "allOf": [{"anyOf": a} for j, a in enumerate(lacks) if j != i]}
         for i, (own, lacks) in enumerate(zip(names, absent, strict=True))
     ]
-
-
-def replace_one_of(schema: dict[str, Any], branches: Sequence[Any]) -> None:
-    """Put `anyOf` in the place of `oneOf`, since answers have their properties in the schema's order."""
-    if "anyOf" in schema:
-        schema["allOf"] = [*schema.get("allOf", []), {"anyOf": schema.pop("anyOf")}]
-    items = [("anyOf", branches) if key == "oneOf" else (key, value) for key, value in schema.items()]
-    schema.clear()
-    schema.update(items)

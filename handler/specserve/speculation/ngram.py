@@ -203,7 +203,6 @@ class Pools:
             index = NgramIndex(_IN_POOL, index.tokens[len(index) - kept :])
         index.extend([*text, _BETWEEN])
         self._pools.put(client, name, index, max(len(index), _LEAST_POOL))
-        self._pools.shrink(client)
 
 
 class LookupProposer(Proposer):

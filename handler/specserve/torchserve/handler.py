@@ -25,40 +25,18 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from specserve.api.parser import LONG_BODY, Parser
+from specserve.api.parser import Parser
 from specserve.api.response import Response
 from specserve.api.routes import Routes
 from specserve.config import HandlerConfig, parse_handler
-from specserve.core.budget import max_wait
 from specserve.core.engine_loop import EngineLoop, engine_thread
 from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_store
-from specserve.core.scheduler import Scheduler
+from specserve.core.scheduler import Scheduler, max_wait
 from specserve.errors import Contained, LoggedOnce, RequestError, SpecserveError
+from specserve.observability import metrics
 from specserve.observability.control_group import Holdback
-from specserve.observability.metrics import (
-    DRAFT_MODEL,
-    LIVE,
-    OWN_KERNELS,
-    SLOTS,
-    THREADS,
-    WAITING,
-    Metric,
-    Metrics,
-    Send,
-    Served,
-)
 from specserve.observability.trace import open_traces
-from specserve.torchserve.types import (
-    NO_GRPC,
-    Context,
-    came_by_grpc,
-    last_chunk,
-    more_to_come,
-    receive,
-    receive_bodies_as_bytes,
-    sender,
-    whole_response,
-)
+from specserve.torchserve import types
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +53,12 @@ _WHITE_SPACE = " "
 class Handler:
     """Has new requests parsed, runs the scheduler, and replies to every entry."""
 
-    def initialize(self, context: Context) -> None:
-        """Load the models; a failure is one sentence in the worker's log, and the worker exits.
-
-        Raises:
-            RuntimeError: the model cannot be loaded; TorchServe expects this type.
-        """
+    def initialize(self, context: types.Context) -> None:
+        """Load the models; a failure is a sentence in the worker's log, and a RuntimeError as TorchServe expects."""
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
-            served = Served(context.model_name, context.manifest["model"]["modelVersion"])
-            self.start(config, load_models, served, sender(context.metrics))
+            served = metrics.Served(context.model_name, context.manifest["model"]["modelVersion"])
+            self.start(config, load_models, served, types.sender(context.metrics))
         except SpecserveError as error:
             logger.error("specserve cannot load: %s", error)
             raise RuntimeError(str(error)) from error
@@ -93,15 +67,11 @@ class Handler:
         self,
         config: HandlerConfig,
         load: Callable[[HandlerConfig], Models],
-        served: Served,
-        send: Send = lambda *_: None,
+        served: metrics.Served,
+        send: metrics.Send = lambda *_: None,
     ) -> None:
-        """Load the models and begin to serve; `send` is given every sample of a metric.
-
-        Raises:
-            SpecserveError: a model cannot be loaded, or the trace cannot be written.
-        """
-        receive_bodies_as_bytes()
+        """Load the models and begin to serve; `send` is given every sample of a metric."""
+        types.receive_bodies_as_bytes()
         # OpenMP's compute threads belong to the thread that first runs a pass, so models are loaded in that one.
         thread = engine_thread()
         models = thread.submit(load, config).result()
@@ -109,7 +79,7 @@ class Handler:
         self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
-        self._metrics = Metrics(served, self._holdback, send, time.monotonic)
+        self._metrics = metrics.Metrics(served, self._holdback, send, time.monotonic)
         self._scheduler = Scheduler(
             models.target,
             models.drafters,
@@ -125,7 +95,7 @@ class Handler:
         self._responses: dict[str, Response] = {}
         self._metrics_contained = LoggedOnce("metrics cannot be sent; this is not logged again")
 
-    def handle(self, data: list[dict[str, Any]], context: Context) -> list[str]:
+    def handle(self, data: list[dict[str, Any]], context: types.Context) -> list[str]:
         """Take new requests, forget old ones, and reply to every entry with what a slice of rounds has produced."""
         called = time.monotonic()
         entries = dict(context.request_ids)
@@ -142,7 +112,7 @@ class Handler:
         if not ran_meanwhile and self._scheduler.busy:
             self._loop.run()
         replies = [""] * len(data)
-        context.stopping_criteria = [whole_response] * len(data)
+        context.stopping_criteria = [types.whole_response] * len(data)
         for index, request_id in entries.items():
             response = self._responses.get(request_id)
             if response is None:
@@ -160,43 +130,42 @@ class Handler:
         for request_id in self._responses.keys() - present:
             self._cancel(request_id, self._responses.pop(request_id))
 
-    def _parse_new(self, data: list[dict[str, Any]], context: Context, called: float) -> None:
+    def _parse_new(self, data: list[dict[str, Any]], context: types.Context, called: float) -> None:
         """Begin to parse the requests that came with this call."""
         for index, request_id in context.request_ids.items():
             if request_id in self._responses or request_id in self._parser:
                 continue
-            with Contained(request_id, partial(self._refuse, request_id)):
-                incoming = receive(context, index, data[index])
-                if came_by_grpc(incoming):
-                    self._refuse(request_id, NO_GRPC)
+            with Contained(request_id, partial(self._refuse, request_id, "")):
+                incoming = types.receive(context, index, data[index])
+                if types.came_by_grpc(incoming):
+                    self._refuse(request_id, "", types.NO_GRPC)
                     # It has none; only a last chunk ends unary and streaming calls alike.
                     self._responses[request_id].status_sent = True
                 else:
                     self._parser.begin(incoming, called)
 
-    def _refuse(self, request_id: str, error: RequestError) -> None:
-        self._responses[request_id] = Response.refusal(error)
+    def _refuse(self, request_id: str, route: str, error: RequestError) -> None:
+        self._responses[request_id] = self._routes.refusal(route, error)
 
     def _submit_parsed(self) -> None:
         """Submit the parsed requests; `take` waits briefly for those that are being parsed."""
-        parsed = self._parser.take(idle=not self._scheduler.busy)
-        for request_id, (_, arrival, size, future) in parsed.items():
-            with Contained(request_id, partial(self._refuse, request_id)):
-                self._responses[request_id] = future.result()
+        for request_id, parsing in self._parser.take(idle=not self._scheduler.busy).items():
+            with Contained(request_id, partial(self._refuse, request_id, parsing.incoming.route)):
+                self._responses[request_id] = parsing.response.result()
             response = self._responses[request_id]
             seconds = _STREAM_STATUS_SECONDS if response.streams else _STATUS_SECONDS
-            response.silent_until = arrival + (seconds if size <= LONG_BODY else 0.0)
+            response.silent_until = parsing.arrival + (0.0 if parsing.is_long else seconds)
             with Contained(request_id, response.fail):
                 for generation in response.generations:
                     if not generation.done:
-                        self._scheduler.submit(generation, time.monotonic() - arrival)
+                        self._scheduler.submit(generation, time.monotonic() - parsing.arrival)
 
     def _cancel(self, request_id: str, response: Response) -> None:
         for generation in response.generations:
             with Contained(request_id, response.fail):
                 self._scheduler.cancel(generation)
 
-    def _reply_or_fail(self, context: Context, index: int, response: Response) -> str:
+    def _reply_or_fail(self, context: types.Context, index: int, response: Response) -> str:
         """What this call sends to one entry; where writing that raises, the error."""
         for _ in range(2):
             with Contained(context.request_ids[index], response.fail):
@@ -205,10 +174,10 @@ class Handler:
                     response.silent_until = time.monotonic() + _SILENCE_SECONDS
                 return reply
         # Its protocol's error cannot be written either.
-        context.stopping_criteria[index] = last_chunk
+        context.stopping_criteria[index] = types.last_chunk
         return ""
 
-    def _reply(self, context: Context, index: int, response: Response) -> str:
+    def _reply(self, context: types.Context, index: int, response: Response) -> str:
         """Return what this call sends to one entry.
 
         | the response             | what is sent                                                                 |
@@ -239,10 +208,10 @@ class Handler:
         if is_first:
             self._set_status(context, index, response, "text/event-stream" if streams else "application/json")
         if not (is_first and ends):
-            context.stopping_criteria[index] = last_chunk if ends else more_to_come
+            context.stopping_criteria[index] = types.last_chunk if ends else types.more_to_come
         return reply
 
-    def _set_status(self, context: Context, index: int, response: Response, content_type: str) -> None:
+    def _set_status(self, context: types.Context, index: int, response: Response, content_type: str) -> None:
         context.set_response_status(response.status, HTTPStatus(response.status).phrase, index)
         context.set_response_content_type(index, content_type)
         for name, value in response.headers.items():
@@ -250,14 +219,14 @@ class Handler:
         response.status_sent = True
 
     def _emit_metrics(self) -> None:
-        gauges: dict[Metric, float] = {
-            LIVE: self._scheduler.running,
-            WAITING: self._scheduler.queued,
-            SLOTS: self._config.sequences,
-            OWN_KERNELS: self._models.kernels.variant is not None,
-            THREADS: len(self._models.placement.cores),
+        gauges: dict[metrics.Metric, float] = {
+            metrics.LIVE: self._scheduler.running,
+            metrics.WAITING: self._scheduler.queued,
+            metrics.SLOTS: self._config.sequences,
+            metrics.OWN_KERNELS: self._models.kernels.variant is not None,
+            metrics.THREADS: len(self._models.placement.cores),
         }
         if self._config.draft is not None:
-            gauges[DRAFT_MODEL] = self._models.drafters.model is not None
+            gauges[metrics.DRAFT_MODEL] = self._models.drafters.model is not None
         with self._metrics_contained:
             self._metrics.emit(gauges)

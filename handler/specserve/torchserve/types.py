@@ -21,8 +21,6 @@ _OF_GRPC = "ts_request_sequence_"
 
 
 class MetricsCache(Protocol):
-    """TorchServe's metrics cache."""
-
     def add_metric_to_cache(
         self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
     ) -> Any:
@@ -30,7 +28,7 @@ class MetricsCache(Protocol):
 
 
 class Context(Protocol):
-    """TorchServe's context of one call of `handle`."""
+    """TorchServe's context of one call of `handle`; `idx` is that of an entry."""
 
     model_name: str
     manifest: dict[str, Any]
@@ -42,14 +40,11 @@ class Context(Protocol):
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
         """The headers of the entry's request and `url_path`, which is what follows the version in the URL."""
 
-    def set_response_status(self, code: int, phrase: str, idx: int) -> None:
-        """Set the HTTP status of the entry's response."""
+    def set_response_status(self, code: int, phrase: str, idx: int) -> None: ...
 
-    def set_response_content_type(self, idx: int, value: str) -> None:
-        """Set the content type of the entry's response."""
+    def set_response_content_type(self, idx: int, value: str) -> None: ...
 
-    def set_response_header(self, idx: int, key: str, value: str) -> None:
-        """Set a header of the entry's response."""
+    def set_response_header(self, idx: int, key: str, value: str) -> None: ...
 
 
 def receive(context: Context, index: int, data: Mapping[str, Any]) -> Incoming:
@@ -83,7 +78,7 @@ def receive_bodies_as_bytes() -> None:
 
 
 def sender(cache: MetricsCache) -> Send:
-    """Return a function that hands samples to TorchServe, where Prometheus reads them."""
+    """Return what hands samples to TorchServe, where Prometheus reads them."""
     known = {
         metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))
         for metric in ALL
@@ -91,15 +86,14 @@ def sender(cache: MetricsCache) -> Send:
     return lambda metric, labels, value: known[metric].add_or_update(value, list(labels))
 
 
+# What a reply is: a whole response, a chunk that others follow, or the last chunk.
 def whole_response(_reply: object) -> None:
-    """The reply is a whole response."""
+    return
 
 
 def more_to_come(_reply: object) -> bool:
-    """The reply is a chunk, and others follow."""
     return False
 
 
 def last_chunk(_reply: object) -> bool:
-    """The reply is the last chunk."""
     return True

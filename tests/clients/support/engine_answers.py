@@ -20,17 +20,14 @@ from specserve.engine.llama_model import LlamaModel
 
 
 def target(config: str) -> str:
-    """The file of a configuration's target model, which is prepared if it is missing."""
     return str(prepare(Path(config).absolute()).target)
 
 
 def write_tiny(path: str, architecture: str) -> None:
-    """Write a generated model."""
     tiny.write_tiny(Path(path), architecture, "target")
 
 
 def encode(model: str, texts: list[str]) -> list[list[int]]:
-    """The tokens of texts in which control tokens are parsed."""
     loaded = LlamaModel(Path(model))
     return [loaded.encode(text, special=True) for text in texts]
 
@@ -55,10 +52,7 @@ def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "target": target,
-    "write_tiny": write_tiny,
-    "encode": encode,
-    "score": score,
+    function.__name__: function for function in (target, write_tiny, encode, score)
 }
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ class Ours:
     """The project's own environment; every call runs a process in it."""
 
     def target(self, config: Path) -> Path:
-        """The file of a configuration's target model."""
+        """The file of a configuration's target model, which is prepared if it is missing."""
         return Path(self._call("target", str(config)))
 
     def write_tiny(self, path: Path, architecture: str) -> None:
-        """Write a generated model."""
         self._call("write_tiny", str(path), architecture)
 
     def encode(self, model: Path, texts: list[str]) -> list[list[int]]:
@@ -35,15 +34,10 @@ class Ours:
     @staticmethod
     def _call(function: str, *arguments: object) -> Any:
         command = [str(PYTHON), str(SCRIPT), function]
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT / "tests" / "support")}
+        variables = {**os.environ, "PYTHONPATH": str(PROJECT / "tests" / "support")}
+        text = json.dumps(arguments)
         outcome = subprocess.run(
-            command,
-            cwd=PROJECT,
-            env=environment,
-            input=json.dumps(arguments),
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=PROJECT, env=variables, input=text, capture_output=True, text=True, check=False
         )
         assert outcome.returncode == 0, outcome.stderr
         return json.loads(outcome.stdout)

@@ -36,8 +36,7 @@ class Exchange:
     request: Json
     status: int = 0
     reply: bytes = b""
-    is_whole: bool = False
-    """False while the answer is written, and if one of the two ended it early."""
+    is_whole: bool = False  # not while the answer is written, nor if one of the two ended it early
 
     @property
     def events(self) -> list[Json]:
@@ -125,10 +124,8 @@ def _dicts(content: Any) -> list[Json]:
 class Wire:
     """The exchanges of one client with a server."""
 
-    upstream: str
-    """The URL of the server, without a path."""
-    url: str
-    """The URL below which the client finds the routes."""
+    upstream: str  # the server's URL, without a path
+    url: str  # below which the client finds the routes
     key: str
     exchanges: list[Exchange] = field(default_factory=list)
 

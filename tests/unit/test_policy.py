@@ -166,7 +166,7 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
         found = own.max_drafts(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
         assert found == expected
         # They have outgrown what they were promised.
-        assert own.max_drafts(sequences, max_rows=-3, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
+        assert own.max_drafts(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
 
 
 # The value of time, and the budget of losses

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
+
 from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine
@@ -48,6 +50,7 @@ def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
 def test_read_gives_the_rows_of_each_sequence_shortest_draft_prefill_first() -> None:
     model, steps = model_and_steps(3, 20)
     assert rows_read(model, *steps) == [3, 5]
+    assert [step.seconds.draft_model for step in steps] == pytest.approx([3, 5]), "a second a row"
     assert [rows_read(model, steps[1]) for _ in range(3)] == [[8], [7], [0]]
 
 

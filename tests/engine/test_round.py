@@ -203,6 +203,14 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
         assert len(generation.scores) == generation.generated
 
 
+def test_a_prompt_that_is_read_again_keeps_its_scores() -> None:
+    sequence = FakePair().submit(list(range(6)), scores_prompt=True, max_tokens=1)
+    logits = np.zeros((6, VOCABULARY), np.float32)
+    for cached, rows in ((0, 2), (2, 2), (0, 6)):
+        round_module._score_prompt(Step(sequence, cached, rows), logits[cached : cached + rows])
+    assert [score.token for score in sequence.prompt_scores] == [1, 2, 3, 4, 5]
+
+
 def test_an_answer_ends_where_its_grammar_does() -> None:
     pair = FakePair()
     generation = pair.submit([1, 2], constraint=Alternating(VOCABULARY, length=6))

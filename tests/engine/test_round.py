@@ -126,6 +126,8 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
+    other = {request: step.seconds.other / step.seconds.target for request, step in last.items()}
+    assert other == pytest.approx(dict.fromkeys(other, other["plain"]))
     assert last["drafted"].seconds.draft > 0
     assert last["plain"].seconds.draft == last["prefilled"].seconds.draft == 0
 

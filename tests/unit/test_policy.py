@@ -93,6 +93,8 @@ def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() ->
     assert choose_for_model([weighed], prices)[0] == []
     assert choose_for_model([weighed, certain], prices)[0] == [1, 0]
     assert choose_for_model([certain], prices) == ([0], 0.0)
+    full_beside_certain = Prices(lambda rows: 9.0 * (rows > 3), lambda _rows: 0.0, rows=2)
+    assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
 
 
 def test_rows_are_worth_adding_only_if_some_number_of_them_is() -> None:

@@ -35,12 +35,13 @@ def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> No
     assert generation.stats.accepted_by["model"] > 0
 
 
-@pytest.mark.parametrize("drafter", ["model", "prediction"])
-def test_only_the_requested_drafter_is_used(drafter: DrafterName) -> None:
-    pair = FakePair()
-    generation = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
-    pair.run()
-    assert set(generation.stats.drafted_by) == {drafter}
+def test_only_the_requested_drafter_is_used() -> None:
+    drafters: list[DrafterName] = ["model", "prediction"]
+    for drafter in drafters:
+        pair = FakePair()
+        generation = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
+        pair.run()
+        assert set(generation.stats.drafted_by) == {drafter}
 
 
 def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
@@ -80,64 +81,58 @@ def test_a_sequence_drafts_in_passes_that_another_has_made_anyway(mode: Speculat
     assert (one.stats.accepted > 10) == pays
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_acceptance_is_learned_from_proposals_that_were_not_drafted(right: bool) -> None:
+class Saying(Proposer):
+    """A proposer that has one token for every position, of one confidence; it notes who is asked for."""
+
+    name: ClassVar[DrafterName] = "lookup"
+
+    def __init__(self, tokens: list[int], confidence: float) -> None:
+        self.tokens, self.confidence = tokens, confidence
+        self.asked: set[Sequence] = set()
+
+    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
+        del drafts, max_tokens
+        self.asked.add(sequence)
+        return Proposal([self.tokens[sequence.generated]], [self.confidence])
+
+
+def test_acceptance_is_learned_from_proposals_that_were_not_drafted() -> None:
     """Every further row costs .94 of a decode step, so that only a draft pays that is likelier than these."""
     truth = plain_greedy(PROMPT, 30)
-
-    class Oracle(Proposer):
-        name: ClassVar[DrafterName] = "lookup"
-
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-            del drafts, max_tokens
-            token = truth[sequence.generated] if sequence.generated < len(truth) else 0
-            return Proposal([token if right else (token + 1) % VOCABULARY], [0.6])
-
-    pair = FakePair(proposers=[Oracle()], costs=(FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()))
-    generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
-    before = pair.controller.acceptance.of_token(generation, "lookup", 0.6)
-    pair.run()
-    assert generation.stats.drafted == 0
-    assert (pair.controller.acceptance.of_token(generation, "lookup", 0.6) > before) == right
+    for right, tokens in ((True, truth), (False, [(token + 1) % VOCABULARY for token in truth])):
+        costs = FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()
+        pair = FakePair(proposers=[Saying(tokens, 0.6)], costs=costs)
+        generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
+        before = pair.controller.acceptance.of_token(generation, "lookup", 0.6)
+        pair.run()
+        assert generation.stats.drafted == 0
+        assert (pair.controller.acceptance.of_token(generation, "lookup", 0.6) > before) == right
 
 
 def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
     """Every row costs as much as a decode step; for a fixed number of drafts they are asked all the same."""
-    asked = []
-
-    class Listener(Proposer):
-        name: ClassVar[DrafterName] = "lookup"
-
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-            del drafts, max_tokens
-            asked.append(sequence)
-            return Proposal([1], [0.99])
-
-    pair = FakePair(proposers=[Listener()])
+    proposer = Saying([1] * 99, 0.99)
+    pair = FakePair(proposers=[proposer])
     auto = pair.submit(PROMPT, gamma=1, mode="auto", drafter="lookup", max_tokens=9)
     fixed = pair.submit(PROMPT, gamma=1, mode="fixed", drafter="lookup", max_tokens=9)
     pair.run()
     assert auto.generated == fixed.generated == 9
-    assert set(asked) == {fixed}
+    assert proposer.asked == {fixed}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "is_drafted"),
-    [(("", "a"), ("", "a"), True), (("", "a"), ("", "b"), False), (("", "a"), None, False), (None, None, False)],
-)
-def test_what_an_answer_of_the_same_pool_wrote_is_drafted(
-    first: Pool | None, second: Pool | None, *, is_drafted: bool
-) -> None:
-    pair = FakePair(proposers=[LookupProposer(Pools(1000))])
-    answers = []
-    for pool in (first, second):
-        answers.append(pair.submit([5, 6, 7, 8], drafter="lookup", pool=pool, gamma=8, max_tokens=40))
-        pair.run()
-    truth = plain_greedy([5, 6, 7, 8], 40)
-    assert [answer.answer for answer in answers] == [truth, truth]
-    alone, after = (answer.stats.accepted for answer in answers)
-    assert (after > alone) == is_drafted
-    assert not is_drafted or after > 30
+def test_what_an_answer_of_the_same_pool_wrote_is_drafted() -> None:
+    truth, pool = plain_greedy([5, 6, 7, 8], 40), ("", "a")
+    cases: list[tuple[Pool | None, Pool | None]] = [(pool, pool), (pool, ("", "b")), (pool, None), (None, None)]
+    for case in cases:
+        pair = FakePair(proposers=[LookupProposer(Pools(1000))])
+        accepted = []
+        for searched in case:
+            generation = pair.submit([5, 6, 7, 8], drafter="lookup", pool=searched, gamma=8, max_tokens=40)
+            pair.run()
+            assert generation.answer == truth
+            accepted.append(generation.stats.accepted)
+        alone, after = accepted
+        assert after > max(alone, 30) if case == (pool, pool) else after == alone
 
 
 def test_the_last_token_of_forced_text_is_less_certain_than_those_before() -> None:

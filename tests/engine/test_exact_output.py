@@ -113,7 +113,7 @@ CASES = {
         {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.6, blend=0.6
     ),
     "a pool of answers": Case(
-        {"lookup", "2 drafts"}, ([1, 1], [1, 1]), together=False, length=5, draft_seconds=2.0, pool=("a key", "")
+        {"lookup", "2 drafts"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=2.0, pool=("a key", "")
     ),
 }
 

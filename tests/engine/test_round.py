@@ -126,6 +126,8 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
     assert {request: total * seconds for request, seconds in target.items()} == pytest.approx(expected)
+    other = {request: step.seconds.other / step.seconds.target for request, step in last.items()}
+    assert other == pytest.approx(dict.fromkeys(other, other["plain"]))
     assert last["drafted"].seconds.draft > 0
     assert last["plain"].seconds.draft == last["prefilled"].seconds.draft == 0
 
@@ -201,6 +203,14 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
             assert score.logprob == pytest.approx(logprobs_after(prompt[:position])[prompt[position]], abs=1e-5)
         assert generation.answer == plain_greedy(prompt, max_tokens)
         assert len(generation.scores) == generation.generated
+
+
+def test_a_prompt_that_is_read_again_keeps_its_scores() -> None:
+    sequence = FakePair().submit(list(range(6)), scores_prompt=True, max_tokens=1)
+    logits = np.zeros((6, VOCABULARY), np.float32)
+    for cached, rows in ((0, 2), (2, 2), (0, 6)):
+        round_module._score_prompt(Step(sequence, cached, rows), logits[cached : cached + rows])
+    assert [score.token for score in sequence.prompt_scores] == [1, 2, 3, 4, 5]
 
 
 def test_an_answer_ends_where_its_grammar_does() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import tracemalloc
@@ -275,22 +274,6 @@ def rounds(asked: Sequence, answer: list[int], proposer: Proposer) -> int:
         asked.tokens += left[: accepted + 1]
         count += 1
     return count
-
-
-def test_a_prediction_saves_recorded_edits_more_rounds_than_the_same_text_in_the_prompt() -> None:
-    """Four answers of 128 tokens; the prediction is the code in the prompt, between the fences (token 73594)."""
-    lines = map(json.loads, (BENCHMARKS / "recordings" / "coder-0.5b-1.5b.jsonl").read_text().splitlines())
-    edits = [line for line in lines if line["family"] == "edit"]
-    assert len(edits) == 4
-    counts = {"lookup": 0, "prediction": 0}
-    for edit in edits:
-        prompt, answer = edit["prompt"], edit["answer"]
-        fences = [position for position, token in enumerate(prompt) if token == 73594]
-        code = prompt[fences[0] : fences[-1] + 1]
-        counts["lookup"] += rounds(sequence(prompt), answer, LookupProposer())
-        counts["prediction"] += rounds(sequence(prompt, prediction=code), answer, PredictionProposer())
-    assert counts["lookup"] <= 140
-    assert counts["prediction"] <= 115
 
 
 def test_an_edit_takes_few_rounds_beyond_one_for_each_change() -> None:

@@ -17,7 +17,7 @@ from specserve.cli import report
 from specserve.errors import ConfigError
 from specserve.observability import trace as tracing
 from specserve.observability.metrics import Served
-from specserve.observability.records import EndRecord
+from specserve.observability.records import EndRecord, Recorder
 from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, RequestInfo
 from specserve.speculation.step import Step
@@ -84,17 +84,20 @@ def test_a_file_that_another_user_may_have_planted_is_not_written(tmp_path: Path
     assert open_traces(None, Served("qwen", "1.0")) == []
 
 
-def test_full_disk_stops_the_trace_with_one_log_line(
+def test_a_full_disk_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> bool:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    trace = Trace(tmp_path / FILE)
+    recorder = Recorder([Trace(tmp_path / FILE)])
     monkeypatch.setattr(RotatingFileHandler, "shouldRollover", full)
     for _ in range(3):
-        trace.round(a_round([], 0))
-    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+        recorder.record_end(an_end())
+    assert [record.getMessage() for record in caplog.records] == [
+        "specserve: metrics or traces are incomplete from now on"
+    ]
+    assert "No space left" in caplog.text
 
 
 def test_report_shows_acceptance_by_family_draft_length_and_position(

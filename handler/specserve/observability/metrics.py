@@ -66,14 +66,7 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Met
 
 
 class Metrics:
-    """An observer that counts, and sends what it has counted.
-
-    Args:
-        served: the first labels of every sample.
-        holdback: told the seconds per token of sequences that may be compared.
-        send: given every sample.
-        clock: seconds.
-    """
+    """An observer that counts, and sends what it has counted; tells the holdback what may be compared."""
 
     def __init__(self, served: Served, holdback: Holdback, send: Send, clock: Callable[[], float]) -> None:
         self._served = served

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from dataclasses import asdict
 from io import TextIOWrapper
@@ -18,14 +17,12 @@ from specserve.private_file import open_private
 from specserve.sequence import RequestInfo
 from specserve.speculation.step import Step
 
-logger = logging.getLogger(__name__)
-
 # The number of files, and the bytes of each; the oldest is deleted first.
 _FILES, _BYTES = 5, 20 * 2**20
 
 
 class Trace(RotatingFileHandler):
-    """An observer that writes JSON lines; when a file cannot be written, the trace stops and serving goes on.
+    """An observer that writes JSON lines.
 
     Args:
         path: the file, which no other process may write; its directory is created if it does not exist.
@@ -33,8 +30,6 @@ class Trace(RotatingFileHandler):
     Raises:
         OSError: the directory cannot be written.
     """
-
-    stopped = False
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,10 +39,9 @@ class Trace(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, opener=open_private)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Raise what `emit` has caught, for the recorder to log."""
         del record
-        if not self.stopped:
-            logger.error("specserve: the trace %s stops: %s", self.baseFilename, sys.exc_info()[1])
-        self.stopped = True
+        raise  # noqa: PLE0704 - the error is being handled
 
     def round(self, step: Step) -> None:
         fields = {
@@ -67,8 +61,6 @@ class Trace(RotatingFileHandler):
         self._write("end", record.info, record.choice, fields)
 
     def _write(self, event: str, info: RequestInfo, choice: int, fields: dict[str, object]) -> None:
-        if self.stopped:
-            return
         # A trace says nothing of who sent a request.
         labels = {key: value for key, value in asdict(info).items() if key not in {"client", "cache_salt"}}
         entry = {"time": round(time.time(), 3), "event": event, **labels, "choice": choice, **fields}

@@ -65,11 +65,7 @@ def choose_alternatives(
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 
-    Args:
-        steps: with all their drafts, which have left rows to them or not (`Step.rows_left`).
-        max_alternatives: of the pass.
-        prices: of this round.
-        end_tokens: none of them is an alternative, since no token follows it.
+    The steps have all their drafts. No end token is an alternative, since no token follows it.
     """
     possible = [
         (alternative, step)

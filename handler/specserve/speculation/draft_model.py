@@ -24,11 +24,10 @@ class DraftModel:
     slot has no room for more, it begins anew that far before the end. What another slot holds of a sequence is copied.
 
     Args:
-        cache: the model's; its slots are those of the target.
+        cache: its slots are those of the target.
         cost: of its passes.
         window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/tried.md).
-        max_rows: of a pass; at least two for every slot, so that a sequence whose draft prefill is over is never
-            delayed.
+        max_rows: of a pass; at least two a slot, so that no sequence is delayed whose draft prefill is over.
         vocabulary: the width of the target's rows.
         context_length: the most tokens of a slot.
     """
@@ -58,11 +57,8 @@ class DraftModel:
     def read(self, steps: list[Step], *, is_shared: bool = False) -> dict[int, FloatArray]:
         """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
 
-        Each step gets its share of the seconds that the cost table gives for the pass.
-
-        Args:
-            steps: of the sequences.
-            is_shared: whether others wait for the pass, which then reads at most 16 tokens.
+        Each step gets its share of the seconds that the cost table gives for the pass. One that others wait for
+        (`is_shared`) reads at most 16 tokens.
 
         Returns:
             The logits after the last token, shape (vocabulary of the target,), by index of the step; none for a

@@ -34,13 +34,8 @@ logger = logging.getLogger(__name__)
 class Drafters:
     """All drafters, which draft what the controller decides.
 
-    Args:
-        controller: decides.
-        proposers: asked in this order, until one has something worth drafting.
-        model: the draft model, where there is one.
-        vocabulary: the width of the target's logits.
-        end_tokens: of an answer.
-        clock: seconds, for the cost of the draft model's passes.
+    The proposers are asked in their order, until one has something worth drafting. `vocabulary` is the width of the
+    target's logits.
     """
 
     def __init__(
@@ -73,11 +68,8 @@ class Drafters:
     ) -> None:
         """Add drafts and alternatives to the steps of a round, together at most `max_drafts` for each.
 
-        Args:
-            steps: all of the round, without drafts.
-            kv_len: tokens of the target's cache that a row attends to.
-            awaiting_first_token: number of sequences in prefill or about to be.
-            max_alternatives: of the target's pass.
+        `kv_len` is how many tokens of the target's cache a row attends to; `awaiting_first_token` is the number of
+        sequences in prefill or about to be.
         """
         if not any(step.max_drafts > 0 for step in steps):
             return

@@ -26,7 +26,8 @@ from specserve.speculation.proposers import Proposal, Proposer
 # Tokens that are hashed together: in one text of some thousand tokens, and in a pool of a million, where two tokens
 # that follow each other tell little.
 _IN_TEXT, _IN_POOL = 2, 3
-# Occurrences of these tokens that are compared, the newest first, and tokens up to which agreement is counted.
+# Occurrences of these tokens that are compared, the newest first, and tokens up to which agreement is counted
+# (benchmarks/decisions/tried.md).
 _NEWEST, _LONGEST = 16, 32
 # How often the proposed token is right, by the number of tokens that agree, with `predicted` 0, 1, then 2 or 3, 4 to 7,
 # 8 to 15, 16 to 31, 32. Counted in benchmarks/recordings; the controller calibrates further (acceptance.py).

@@ -244,7 +244,7 @@ class Controller:
 
         Args:
             step: with the drafts before it.
-            probabilities: acceptance probability of each proposed token.
+            probabilities: of acceptance of each proposed token.
             by_model: the sequence as the draft model may go on with it instead; None where it may not.
             prices: of this round.
         """

@@ -48,12 +48,8 @@ def run_round(
     Committed tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
     what was accepted. The caller keeps statistics, and clears the caches of steps that failed.
 
-    Args:
-        target: its cache.
-        drafters: all of them, with their controller.
-        steps: one for each sequence, in the order in which they are verified.
-        clock: seconds.
-        awaiting_first_token: number of sequences in prefill or about to be; they make time more valuable.
+    `steps` is one for each sequence, in the order in which they are verified; `awaiting_first_token` is the number of
+    sequences in prefill or about to be, which make time more valuable.
 
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.

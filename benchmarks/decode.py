@@ -31,9 +31,9 @@ from common import (
 )
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
-from specserve.core.generation import Generation
 from specserve.core.loading import PREFILL_ROWS, Models, load_models, open_engines
 from specserve.core.scheduler import Scheduler
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SequenceStats, SpeculationParams
 from specserve.speculation.drafters import Drafters
@@ -78,11 +78,11 @@ class Lane:
     target: KVCache
     drafters: Drafters
 
-    def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, Generation]:
+    def start(self, task: Task, temperature: float, seed: int = 1) -> tuple[Scheduler, TextSequence]:
         """Submit a prompt to a new scheduler, of whose caches nothing is used."""
         vocabulary = self.models.vocabulary
         scheduler = Scheduler(self.target, self.drafters, prefill_rows=PREFILL_ROWS)
-        generation = Generation(
+        sequence = TextSequence(
             vocabulary.encode(task.text, special=True),
             SamplingParams(temperature=temperature, seed=seed),
             replace(self.mode, verification="block" if temperature else "token"),
@@ -92,8 +92,8 @@ class Lane:
             constraint=self.models.grammars.json_schema(task.schema) if task.schema else None,
             prediction=vocabulary.encode(task.prediction) if task.prediction else (),
         )
-        scheduler.submit(generation)
-        return scheduler, generation
+        scheduler.submit(sequence)
+        return scheduler, sequence
 
 
 def load_for_one(config: HandlerConfig) -> Models:
@@ -117,16 +117,16 @@ def run_side_by_side(lanes: list[Lane], task: Task, temperature: float, seed: in
     """Answer a prompt in all lanes; the lane with the fewest tokens always runs the next round."""
     started = [(*lane.start(task, temperature, seed), lane.target) for lane in lanes]
 
-    def progress(lane: tuple[Scheduler, Generation, KVCache]) -> tuple[int, int]:
-        _, generation, target = lane
-        return generation.generated, target.end(generation.slot) if generation.slot >= 0 else 0
+    def progress(lane: tuple[Scheduler, TextSequence, KVCache]) -> tuple[int, int]:
+        _, sequence, target = lane
+        return sequence.generated, target.num_computed_tokens(sequence.slot) if sequence.slot >= 0 else 0
 
     while running := [lane for lane in started if lane[0].busy]:
         min(running, key=progress)[0].run_round()
-    for _, generation, _ in started:
-        if generation.error:
-            raise SystemExit(f"{task.name}: {generation.error}")
-    return [Run(generation.answer, generation.stats) for _, generation, _ in started]
+    for _, sequence, _ in started:
+        if sequence.error:
+            raise SystemExit(f"{task.name}: {sequence.error}")
+    return [Run(sequence.answer, sequence.stats) for _, sequence, _ in started]
 
 
 def as_json(run: Run) -> Row:

@@ -29,9 +29,9 @@ from specserve.api.request_schema import CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.cli.archive import prepared_handler
 from specserve.config import HandlerConfig
-from specserve.core.generation import Generation
 from specserve.core.loading import PREFILL_ROWS, Models, load_models
 from specserve.core.scheduler import Scheduler, max_wait
+from specserve.core.text_sequence import TextSequence
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 
@@ -78,16 +78,18 @@ def survey(schemas: list[tuple[str, dict[str, Any]]], compiler: GrammarCompiler)
     return found
 
 
-def sample_answers(models: Models, config: HandlerConfig, schemas: list[dict[str, Any]], mode: str) -> list[Generation]:
+def sample_answers(
+    models: Models, config: HandlerConfig, schemas: list[dict[str, Any]], mode: str
+) -> list[TextSequence]:
     """One sampled answer for each schema, as a worker gives them."""
     scheduler = Scheduler(
         models.target,
         models.drafters,
         prefill_rows=PREFILL_ROWS,
         max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
-        begin_masks=models.grammars.begin_round,
+        limit_masks=models.grammars.limit_masks,
     )
-    generations = []
+    sequences = []
     for schema in schemas:
         body = {
             "prompt": PROMPT,
@@ -99,22 +101,22 @@ def sample_answers(models: Models, config: HandlerConfig, schemas: list[dict[str
         }
         request = parse_body(body, CompletionRequest)
         prompts = Tokenizer(models.vocabulary, config).completion(request)
-        _, [[generation]] = resolve(request, prompts, models.vocabulary, models.grammars, config)
-        scheduler.submit(generation)
-        generations.append(generation)
+        _, [[sequence]] = resolve(request, prompts, models.vocabulary, models.grammars, config)
+        scheduler.submit(sequence)
+        sequences.append(sequence)
     while scheduler.busy:
         scheduler.run_round()
-    return generations
+    return sequences
 
 
-def judge(generation: Generation, schema: dict[str, Any]) -> str:
-    if generation.error is not None:
-        return f"failed: {generation.error.code}"
-    if generation.finish_reason == "length":
+def judge(sequence: TextSequence, schema: dict[str, Any]) -> str:
+    if sequence.error is not None:
+        return f"failed: {sequence.error.code}"
+    if sequence.finish_reason == "length":
         return "truncated by max_tokens"
     validator: Any = validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
     try:
-        return "valid" if validator.is_valid(json.loads(generation.take_text())) else "INVALID"
+        return "valid" if validator.is_valid(json.loads(sequence.take_text())) else "INVALID"
     except re.error:
         return "not checked: Python cannot compile a pattern"
 
@@ -143,10 +145,8 @@ def main() -> None:
     asked = accepted[: options.answers]
     verdicts: dict[str, Counter[str]] = {}
     for mode in ("off", "fixed") if asked else ():
-        generations = sample_answers(models, config, [schema for _, schema in asked], mode)
-        judged = [
-            (name, judge(generation, schema)) for generation, (name, schema) in zip(generations, asked, strict=True)
-        ]
+        sequences = sample_answers(models, config, [schema for _, schema in asked], mode)
+        judged = [(name, judge(sequence, schema)) for sequence, (name, schema) in zip(sequences, asked, strict=True)]
         verdicts[mode] = Counter(verdict for _, verdict in judged)
         print(f"\nspeculation {mode}: {dict(verdicts[mode])}")
         print("\n".join(f"INVALID: {name}" for name, verdict in judged if verdict == "INVALID"))

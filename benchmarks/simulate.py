@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import print_result, print_table
-from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler, max_wait
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import SamplingParams, SpeculationParams
@@ -87,7 +87,7 @@ class Replay:
     """
 
     recording: Recording
-    sequence: Generation
+    sequence: TextSequence
     names: dict[int, int]
 
     @classmethod
@@ -96,7 +96,7 @@ class Replay:
         known = dict.fromkeys([*recording.prompt, *recording.answer])
         names = {token: number for number, token in enumerate(known, 1)}
         prompt = [vocabulary - 1 - number, *(names[token] for token in recording.prompt)]
-        sequence = Generation(
+        sequence = TextSequence(
             prompt,
             SamplingParams(temperature=0),
             speculation,
@@ -228,12 +228,12 @@ class Simulation:
         self._slots = slots
         self._max_wait_seconds = max_wait_seconds
 
-    def run(self, recording: Recording) -> tuple[float, Generation]:
+    def run(self, recording: Recording) -> tuple[float, TextSequence]:
         """Seconds after the first token, and the sequence with its statistics."""
         _, (sequence,) = self.together([recording])
         return sequence.stats.decode_seconds, sequence
 
-    def together(self, recordings: list[Recording]) -> tuple[list[float], list[Generation]]:
+    def together(self, recordings: list[Recording]) -> tuple[list[float], list[TextSequence]]:
         """Seconds until each of several answers is complete that are requested at once, and their sequences."""
         width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
         replays = [Replay.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
@@ -258,17 +258,17 @@ class Simulation:
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,
         )
-        generations = [replay.sequence for replay in replays]
-        for generation in generations:
-            scheduler.submit(generation)
+        sequences = [replay.sequence for replay in replays]
+        for sequence in sequences:
+            scheduler.submit(sequence)
         begun = self._clock()
-        ends: dict[Generation, float] = {}
+        ends: dict[TextSequence, float] = {}
         while scheduler.busy:
             scheduler.run_round()
-            for generation in generations:
-                if generation.done:
-                    ends.setdefault(generation, self._clock() - begun)
-        return [ends[generation] for generation in generations], generations
+            for sequence in sequences:
+                if sequence.done:
+                    ends.setdefault(sequence, self._clock() - begun)
+        return [ends[sequence] for sequence in sequences], sequences
 
 
 def read_recordings(path: Path = RECORDINGS) -> list[Recording]:

@@ -129,7 +129,7 @@ class Timestamps:
 
 @dataclass
 class SequenceStats:
-    """What the rounds of a sequence did, and its share of the seconds they took; `Step.count` adds a round."""
+    """What the rounds of a sequence did, and its share of the seconds they took; `SequenceStep.count` adds a round."""
 
     rounds: int = 0  # that decoded
     committed: int = 0  # tokens of these, an end token included

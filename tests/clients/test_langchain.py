@@ -56,15 +56,15 @@ def test_completions_whole_streamed_and_async_equal_openais_clients(server: Serv
 def test_several_prompts_in_one_request_are_answered_in_order_and_counted(server: Server) -> None:
     prompts = [f"{PROMPT} number {n}" for n in range(4)]
     answer = completions(server, max_tokens=8).generate(prompts)
-    assert [one.text for [one] in answer.generations] == [expected_text(server, p, max_tokens=8) for p in prompts]
+    assert [one.text for [one] in answer.sequences] == [expected_text(server, p, max_tokens=8) for p in prompts]
     usage = answer.llm_output["token_usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def test_answers_have_a_logprob_for_every_token(server: Server) -> None:
-    [[generation]] = completions(server, logprobs=2).generate([PROMPT]).generations
-    logprobs = generation.generation_info["logprobs"]
-    assert "".join(logprobs["tokens"]) == generation.text
+    [[sequence]] = completions(server, logprobs=2).generate([PROMPT]).sequences
+    logprobs = sequence.generation_info["logprobs"]
+    assert "".join(logprobs["tokens"]) == sequence.text
     assert all(value <= 0 for value in logprobs["token_logprobs"])
     assert all(len(alternatives) == 2 for alternatives in logprobs["top_logprobs"])
     answer = chat(server, logprobs=True, top_logprobs=2).invoke(QUESTION)

@@ -13,8 +13,8 @@ import numpy as np
 from constraints import Alternating
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
-from specserve.core.generation import Generation, TextParams
 from specserve.core.scheduler import Scheduler
+from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.engine.kv_cache import KVCache
 from specserve.observability.records import EndRecord, Observer
 from specserve.sampling.distribution import to_distribution
@@ -34,7 +34,7 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.ngram import PredictionProposer
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import Proposer
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 VOCABULARY = 24
 END_TOKEN = VOCABULARY - 1
@@ -90,8 +90,8 @@ class FakePair:
         )
         self.scheduler = Scheduler(self.target_cache, self.drafters, prefill_rows=prefill_rows, **options)
         # The slot of each sequence when the caches were last checked, and by slot the sequence that got it last.
-        self._slots: dict[Generation, int] = {}
-        self._holders: dict[int, Generation] = {}
+        self._slots: dict[TextSequence, int] = {}
+        self._holders: dict[int, TextSequence] = {}
 
     def submit(
         self,
@@ -107,20 +107,20 @@ class FakePair:
         request: str = "",
         pool: Pool | None = None,
         **options: Any,
-    ) -> Generation:
+    ) -> TextSequence:
         """Queue a sequence; `options` are further arguments of `Sequence`."""
         speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
         options |= {"info": RequestInfo(request), "max_tokens": max_tokens}
-        generation = Generation(prompt, sampling, speculation, self.vocabulary, TextParams(stops), **options)
-        self.scheduler.submit(generation)
-        self._slots[generation] = generation.slot
-        return generation
+        sequence = TextSequence(prompt, sampling, speculation, self.vocabulary, TextParams(stops), **options)
+        self.scheduler.submit(sequence)
+        self._slots[sequence] = sequence.slot
+        return sequence
 
-    def answer(self, prompt: list[int], **options: Any) -> Generation:
+    def answer(self, prompt: list[int], **options: Any) -> TextSequence:
         """Queue a sequence, as `submit` does, and run rounds until all are done."""
-        generation = self.submit(prompt, **options)
+        sequence = self.submit(prompt, **options)
         self.run()
-        return generation
+        return sequence
 
     def step(self, count: int = 1) -> None:
         """Run rounds, and compare both KV caches with the sequences' tokens after each."""
@@ -128,11 +128,9 @@ class FakePair:
             self.scheduler.run_round()
             self._check_caches()
 
-    def run(self, *generations: Generation) -> None:
+    def run(self, *sequences: TextSequence) -> None:
         """Run rounds until these sequences are done, or all if none are given."""
-        self.run_until(
-            lambda: all(generation.done for generation in generations) if generations else not self.scheduler.busy
-        )
+        self.run_until(lambda: all(sequence.done for sequence in sequences) if sequences else not self.scheduler.busy)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Run rounds until the condition holds."""
@@ -143,14 +141,14 @@ class FakePair:
         raise AssertionError("The condition does not hold after 10,000 rounds.")
 
     def _check_caches(self) -> None:
-        for generation, before in self._slots.items():
-            if generation.slot not in {before, -1}:
-                self._holders[generation.slot] = generation
-            self._slots[generation] = generation.slot
+        for sequence, before in self._slots.items():
+            if sequence.slot not in {before, -1}:
+                self._holders[sequence.slot] = sequence
+            self._slots[sequence] = sequence.slot
         for slot, sequence in self._holders.items():
-            assert self.target.cache[slot] == sequence.tokens[: self.target_cache.end(slot)]
+            assert self.target.cache[slot] == sequence.tokens[: self.target_cache.num_computed_tokens(slot)]
             if self.drafters.model:
-                start, end = self.draft_cache.start(slot), self.draft_cache.end(slot)
+                start, end = self.draft_cache.start(slot), self.draft_cache.num_computed_tokens(slot)
                 assert self.draft.cache[slot] == sequence.tokens[start:end]
         assert self.target_cache.check()
         assert not self.drafters.model or self.draft_cache.check()
@@ -160,10 +158,10 @@ class RecordingObserver(Observer):
     """Keeps every step and end record."""
 
     def __init__(self) -> None:
-        self.rounds: list[Step] = []
+        self.rounds: list[SequenceStep] = []
         self.ends: list[EndRecord] = []
 
-    def round(self, step: Step) -> None:
+    def round(self, step: SequenceStep) -> None:
         self.rounds.append(step)
 
     def end(self, record: EndRecord) -> None:

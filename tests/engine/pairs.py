@@ -14,10 +14,10 @@ from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.core.generation import Generation
 from specserve.core.loading import load_models
 from specserve.core.prefix_store import PrefixStore
 from specserve.core.scheduler import Scheduler
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Mode
 from specserve.engine.llama_model import write_pure_q4_0
 from specserve.sequence import Sequence
@@ -92,23 +92,23 @@ class Pair:
                 cache.truncate(slot, 0)
         return Scheduler(self.models.target, self.models.drafters, prefill_rows=16, store=store)
 
-    def generation(self, prompt: str | list[int], **fields: Any) -> Generation:
-        """The generation of one completion request."""
+    def sequence(self, prompt: str | list[int], **fields: Any) -> TextSequence:
+        """The sequence of one completion request."""
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
         prompts = Tokenizer(self.vocabulary, self.config).completion(request)
-        _, [[generation]] = resolve(request, prompts, self.vocabulary, self.models.grammars, self.config)
-        return generation
+        _, [[sequence]] = resolve(request, prompts, self.vocabulary, self.models.grammars, self.config)
+        return sequence
 
     def complete(self, prompt: str | list[int], **fields: Any) -> Completion:
         """Run one completion request alone, from empty KV caches."""
         scheduler, chunks = self.scheduler(), []
-        generation = self.generation(prompt, **fields)
-        scheduler.submit(generation)
+        sequence = self.sequence(prompt, **fields)
+        scheduler.submit(sequence)
         while scheduler.busy:
             scheduler.run_round()
-            chunks.append(generation.take_text())
-        assert generation.error is None
-        return Completion(generation, chunks, generation.finish_reason)
+            chunks.append(sequence.take_text())
+        assert sequence.error is None
+        return Completion(sequence, chunks, sequence.finish_reason)
 
     def chat_prompt(self, *messages: Mapping[str, str]) -> str:
         """The messages rendered by the model's chat template."""

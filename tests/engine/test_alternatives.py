@@ -21,19 +21,19 @@ from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.alternatives import alternatives_to, choose_alternatives
 from specserve.speculation.policy import Prices
 from specserve.speculation.rejection import RULES, sample_coupled
-from specserve.speculation.step import Alternative, Draft, Step
+from specserve.speculation.step import Alternative, Draft, SequenceStep
 
 WIDTH = 40
 UNLIKELY_ACCEPTED = 0.2
 
 
-def step_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> Step:
+def step_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> SequenceStep:
     sampling = replace(sampling, seed=7)
     sequence = Sequence([1], sampling, SpeculationParams(16, verification, mode="auto"), max_tokens=100)
-    return Step(sequence, 0, 1, max_drafts)
+    return SequenceStep(sequence, 0, 1, max_drafts)
 
 
-def possible_after(step: Step, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
+def possible_after(step: SequenceStep, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
     """The alternatives to the draft that is chosen by these logits, which are unchanged afterwards."""
     sampling, before = step.sequence.sampling, logits.copy()
     q = to_distribution(logits, sampling) if sampling.temperature else None
@@ -138,12 +138,12 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
         for most in (0, 8):
             pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
             pair.target.max_alternatives = most
-            generation = pair.submit(
+            sequence = pair.submit(
                 [1, 2, 3], gamma=8, mode="auto", verification="coupled", sampling=sampling, max_tokens=300
             )
             pair.run()
-            stats = generation.stats
-            answers.append(generation.answer)
+            stats = sequence.stats
+            answers.append(sequence.answer)
             adopted.append(stats.adopted)
             rounds[most] += stats.rounds
             assert stats.committed == stats.accepted + stats.rounds + stats.adopted
@@ -164,15 +164,15 @@ def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
 def test_log_probabilities_sources_and_records_count_the_token_after_an_alternative() -> None:
     observer = RecordingObserver()
     pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, observers=[observer])
-    generation = pair.submit(
+    sequence = pair.submit(
         [1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, max_tokens=60, top_logprobs=1, keeps_sources=True
     )
     pair.run()
-    assert [score.token for score in generation.scores] == generation.answer
+    assert [score.token for score in sequence.scores] == sequence.answer
     # Greedy: each is the most probable token by the scores at its own position.
-    assert all(score.top[0][0] == score.token for score in generation.scores)
-    assert len(generation.sources) == len(generation.answer)
-    assert sum(step.adopted for step in observer.rounds) == generation.stats.adopted > 0
+    assert all(score.top[0][0] == score.token for score in sequence.scores)
+    assert len(sequence.sources) == len(sequence.answer)
+    assert sum(step.adopted for step in observer.rounds) == sequence.stats.adopted > 0
     for step in observer.rounds:
         assert len(step.emitted) == step.accepted + 1 + step.adopted
         assert len(step.alternatives) >= step.adopted
@@ -188,7 +188,7 @@ def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
     expected = plain.submit([1, 2], gamma=0, mode="off", constraint=constraint, max_tokens=200, sampling=ENDLESS)
     plain.run()
     shared, observer = Shared(masks), RecordingObserver()
-    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, begin_masks=shared.begin_round, observers=[observer])
+    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, limit_masks=shared.limit_masks, observers=[observer])
     adopt = pair.target.adopt
     adoptions: list[int] = []
 

@@ -37,9 +37,9 @@ def draft_passes(pair: FakePair) -> int:
 def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the_first_and_for_its_end() -> None:
     for prompt in PROMPTS:
         pair = FakePair(blend=0.0)
-        generation = pair.answer(prompt, gamma=GAMMA)
-        assert generation.answer == plain_greedy(prompt, 20)
-        assert draft_passes(pair) == generation.stats.drafted == generation.generated
+        sequence = pair.answer(prompt, gamma=GAMMA)
+        assert sequence.answer == plain_greedy(prompt, 20)
+        assert draft_passes(pair) == sequence.stats.drafted == sequence.generated
 
 
 def test_the_draft_model_reads_no_end_token() -> None:
@@ -75,9 +75,9 @@ def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> 
         pair = FakePair(
             costs=(flat(), flat(0.05)), proposers=[scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], [])]
         )
-        generation = pair.answer(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
-        assert generation.answer == truth
-        assert generation.stats.drafted_by == {drafter: len(truth)}
+        sequence = pair.answer(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
+        assert sequence.answer == truth
+        assert sequence.stats.drafted_by == {drafter: len(truth)}
         assert pair.target.decoded[-1].token == END_TOKEN
 
 
@@ -96,9 +96,9 @@ def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
     pair = FakePair(proposers=[LookupProposer()])
-    generation = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
-    assert generation.answer == plain_greedy(prompt, 200, endless=True)
-    assert generation.stats.accepted > 100
+    sequence = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
+    assert sequence.answer == plain_greedy(prompt, 200, endless=True)
+    assert sequence.stats.accepted > 100
 
 
 class Ending(Alternating):
@@ -115,8 +115,8 @@ def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follo
     for length in range(2, 9):
         pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
         prompt = [1, 2]
-        generation = pair.answer(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
-        assert (generation.generated, generation.finish_reason) == (length, "stop")
+        sequence = pair.answer(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
+        assert (sequence.generated, sequence.finish_reason) == (length, "stop")
         assert draft_passes(pair) > 0
         assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2
 
@@ -141,7 +141,7 @@ def test_a_loaded_pair_knows_its_end_tokens(tmp_path: Path, monkeypatch: pytest.
 def test_an_end_token_is_no_alternative() -> None:
     """The row of one gives the token after it, which nobody reads; `adopted` would count what no answer has."""
     pair = FakePair(costs=(flat(), flat(0.05)), blend=0.45)
-    generations = [
+    sequences = [
         pair.submit(prompt, gamma=8, mode="auto", sampling=replace(GREEDY, logit_bias=((END_TOKEN, 1.5),)))
         for prompt in [[a, b] for a in range(END_TOKEN) for b in range(END_TOKEN)]
     ]
@@ -149,11 +149,11 @@ def test_an_end_token_is_no_alternative() -> None:
     alternatives = Counter(row.token for row in pair.target.decoded if row.alternative)
     assert alternatives.total() > 50
     assert alternatives[END_TOKEN] == 0
-    for generation in generations:
-        if generation.finish_reason == "stop":
-            stats = generation.stats
+    for sequence in sequences:
+        if sequence.finish_reason == "stop":
+            stats = sequence.stats
             # On a slow machine some age, and preempt others, whose next token then comes with a prefill.
-            in_rounds = generation.generated - generation.preemptions
+            in_rounds = sequence.generated - sequence.preemptions
             assert stats.committed == stats.accepted + stats.rounds + stats.adopted == in_rounds
 
 

@@ -10,7 +10,7 @@ import pytest
 from costs import table
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, FakePair, RecordingObserver
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.base import FloatArray, Row
 from specserve.sequence import SpeculationMode
 from specserve.speculation.costs import PassCosts
@@ -60,7 +60,7 @@ class SlowMachine:
         self.pair.step(rounds)
         return [len(step.drafts) for step in self.rounds.rounds[before:]]
 
-    def start(self, mode: SpeculationMode = "auto") -> Generation:
+    def start(self, mode: SpeculationMode = "auto") -> TextSequence:
         """Begin a sequence that does not end by itself."""
         return self.pair.submit([1, 2, 3], gamma=8, mode=mode, sampling=ENDLESS, max_tokens=9000)
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver, plain_greedy
 from specserve.core import admission, prefix_cache
-from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
+from specserve.core.text_sequence import TextSequence
 from specserve.observability.records import EndRecord
 from specserve.sequence import RequestInfo
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 CHUNK = 64
 LENGTH = 2000
@@ -41,11 +41,11 @@ class Clients(FakePair):
             super().step()
             self.now += len(self.target.decoded) - before or 1
 
-    def send(self, client: str, prompt: list[int], *, max_tokens: int = 1, salt: str = "") -> Generation:
+    def send(self, client: str, prompt: list[int], *, max_tokens: int = 1, salt: str = "") -> TextSequence:
         """A request without drafts."""
-        generation = self.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=max_tokens)
-        generation.info = RequestInfo(f"{client} {self.now} {len(self.target.decoded)}", client=client, cache_salt=salt)
-        return generation
+        sequence = self.submit(prompt, gamma=0, sampling=ENDLESS, max_tokens=max_tokens)
+        sequence.info = RequestInfo(f"{client} {self.now} {len(self.target.decoded)}", client=client, cache_salt=salt)
+        return sequence
 
     def served(self, client: str, *prompts: list[int]) -> None:
         """Answer these requests, one after the other."""
@@ -79,7 +79,7 @@ def test_a_short_prompt_waits_three_times_as_long_as_alone_beside_any_number_of_
     pair.step(rounds)
     short = pair.send("editor", TEXT[:length])
     assert pair.seconds_until(lambda: short.generated > 0) <= 3 * seconds_alone
-    pair.run_until(lambda: any(generation.done for generation in long))
+    pair.run_until(lambda: any(sequence.done for sequence in long))
     assert pair.now <= 1.3 * LENGTH
 
 
@@ -87,7 +87,7 @@ def test_short_prompts_without_end_take_half_of_the_time_of_a_long_one_and_each_
     pair = Clients()
     long = pair.send("agent", long_prompt(0))
     pair.step()
-    shorts: list[Generation] = []
+    shorts: list[TextSequence] = []
     while not long.done:
         if not shorts or shorts[-1].done:
             shorts.append(pair.send("editor", long_prompt(len(shorts) + 1)[:100]))
@@ -118,7 +118,7 @@ def test_a_server_with_few_sequences_takes_long_prompts(slots: int) -> None:
     pair = Clients(slots=slots)
     sent = [pair.send("agent", long_prompt(number), max_tokens=3) for number in range(3)]
     pair.seconds_until(lambda: not pair.scheduler.busy)
-    assert [generation.generated for generation in sent] == [3, 3, 3]
+    assert [sequence.generated for sequence in sent] == [3, 3, 3]
 
 
 @pytest.fixture
@@ -135,13 +135,13 @@ def test_small_requests_pass_one_that_waits_for_room_until_it_has_aged() -> None
     pair.send("a", [8] * 20, max_tokens=20)
     pair.step()
     large = pair.send("a", [9] * 40, max_tokens=4)
-    passed: list[Generation] = []
+    passed: list[TextSequence] = []
     while not large.generated:
         passed.append(pair.send("a", [len(passed) % 20, 4], max_tokens=12))
         pair.step(3)
         assert pair.now < 300, "the large one starves"
-    assert sum(generation.done for generation in passed) > 3
-    assert sum(generation.preemptions for generation in passed) > 0
+    assert sum(sequence.done for sequence in passed) > 3
+    assert sum(sequence.preemptions for sequence in passed) > 0
     assert 100 <= (large.timestamps.start or 0) - large.timestamps.arrival < 110
     pair.run()
 
@@ -161,19 +161,19 @@ def test_a_client_with_endless_requests_has_its_share_and_neither_starves(*, sto
     # It ages, the hog ends its turn, its own tokens are read, and what fits beside it may pass.
     assert max(waits) < 100 + 2 * SLOTS * 8 + 100
     pair.run()
-    assert all(generation.error is None for generation in hog)
-    for generation in hog:
-        assert generation.answer == plain_greedy(generation.prompt, 90, endless=True)
+    assert all(sequence.error is None for sequence in hog)
+    for sequence in hog:
+        assert sequence.answer == plain_greedy(sequence.prompt, 90, endless=True)
 
 
 def test_a_clients_requests_that_have_aged_do_not_come_before_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the hog's waits for nine others, 360 rows."""
     monkeypatch.setattr(admission, "_AGED_SECONDS", 300.0)
     pair = Clients()
-    hog: list[Generation] = []
+    hog: list[TextSequence] = []
 
     def step() -> None:
-        while sum(not generation.done for generation in hog) < 4 * SLOTS:
+        while sum(not sequence.done for sequence in hog) < 4 * SLOTS:
             hog.append(pair.send("hog", [len(hog) % 23, len(hog) // 23, 3], max_tokens=40))
         pair.step()
 
@@ -245,7 +245,7 @@ def test_no_round_fails_where_prefixes_come_back_into_a_cache_that_is_full(monke
             sent.append(pair.send(random.choice("ab"), prompt, max_tokens=random.randrange(1, 50)))
             pair.step(random.randrange(6))
         pair.run()
-        assert [generation.error for generation in sent] == [None] * len(sent), seed
+        assert [sequence.error for sequence in sent] == [None] * len(sent), seed
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -286,8 +286,8 @@ def test_every_request_ends_whoever_sends_what(data: st.DataObject) -> None:
             sent.append(pair.send(client, prompt, max_tokens=data.draw(st.integers(1, 50 - length))))
             pair.step(data.draw(st.integers(0, 5)))
         pair.seconds_until(lambda: not pair.scheduler.busy)
-        for generation in sent:
-            assert generation.answer == plain_greedy(generation.prompt, generation.max_tokens, endless=True)
+        for sequence in sent:
+            assert sequence.answer == plain_greedy(sequence.prompt, sequence.max_tokens, endless=True)
 
 
 @pytest.mark.parametrize("where", ["running", "finished", "stored"])
@@ -339,9 +339,9 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("specserve.core.generation.Generation.read_new_tokens", ValueError("a fault")),
-        ("specserve.speculation.step.Step.compute_mask", KeyError("x")),
-        ("specserve.speculation.step.Step.compute_mask", Panic("in Rust")),
+        ("specserve.core.text_sequence.TextSequence.read_new_tokens", ValueError("a fault")),
+        ("specserve.speculation.step.SequenceStep.compute_mask", KeyError("x")),
+        ("specserve.speculation.step.SequenceStep.compute_mask", Panic("in Rust")),
         ("specserve.speculation.round._verify", RecursionError()),
         ("specserve.speculation.ngram.PredictionProposer.propose", Panic("in Rust")),
     ],
@@ -377,7 +377,7 @@ def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(
 
 def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(RecordingObserver):
-        def round(self, step: Step) -> None:
+        def round(self, step: SequenceStep) -> None:
             raise ZeroDivisionError(step.rows)
 
         def end(self, record: EndRecord) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.core import admission
-from specserve.core.generation import Generation
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
+from specserve.core.text_sequence import TextSequence
 from tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
@@ -47,17 +47,17 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[Generation]:
+def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[TextSequence]:
     """Run the requests on three slots, a random number of rounds apart."""
     scheduler = pair.scheduler()
-    generations = [pair.generation(**fields) for fields in requests]
-    for generation in generations:
-        scheduler.submit(generation)
+    sequences = [pair.sequence(**fields) for fields in requests]
+    for sequence in sequences:
+        scheduler.submit(sequence)
         for _ in range(rng.randrange(12)):
             scheduler.run_round()
     while scheduler.busy:
         scheduler.run_round()
-    return generations
+    return sequences
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -68,8 +68,8 @@ def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(files: TinyFi
         requests = random_requests(rng)
         alone = [pair.complete(**fields).sequence.answer for fields in requests]
         concurrent = run_concurrently(pair, requests, rng)
-        assert [generation.answer for generation in concurrent] == alone
-        assert sum(generation.cached_tokens > 0 for generation in concurrent) >= 3
+        assert [sequence.answer for sequence in concurrent] == alone
+        assert sum(sequence.cached_tokens > 0 for sequence in concurrent) >= 3
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -85,8 +85,8 @@ def test_output_is_the_same_where_sequences_are_preempted(
         requests = [{**fields, "ignore_eos": True} for fields in random_requests(rng)]
         alone = [small.complete(**fields).sequence.answer for fields in requests]
         concurrent = run_concurrently(small, requests, rng)
-        assert [generation.answer for generation in concurrent] == alone
-        assert sum(generation.preemptions for generation in concurrent) >= 1
+        assert [sequence.answer for sequence in concurrent] == alone
+        assert sum(sequence.preemptions for sequence in concurrent) >= 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -112,13 +112,13 @@ def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
                 del conversations[number][rng.choice([0, 70]) :]
             prompt = conversations[number] + crowded.vocabulary.encode(rng.choice(PREFIXES) * rng.randrange(1, 3))
             fields = {"max_tokens": rng.choice([3, 20]), "temperature": 0.9, "seed": number, "ignore_eos": True}
-            turns.append((number, prompt, fields, crowded.generation(prompt, speculation=rng.choice(MODES), **fields)))
+            turns.append((number, prompt, fields, crowded.sequence(prompt, speculation=rng.choice(MODES), **fields)))
             scheduler.submit(turns[-1][-1])
         while scheduler.busy:
             scheduler.run_round()
-        for number, prompt, fields, generation in turns:
-            conversations[number] = prompt + generation.answer
-            answers.append((prompt, fields, generation.answer))
+        for number, prompt, fields, sequence in turns:
+            conversations[number] = prompt + sequence.answer
+            answers.append((prompt, fields, sequence.answer))
     for prompt, fields, answer in answers:
         assert crowded.complete(prompt, speculation=PLAIN, **fields).sequence.answer == answer
     assert loads.call_count > 5

@@ -19,7 +19,7 @@ from constraints import Pieces
 from costs import flat
 from fake_engine import FakeEngine
 from fake_pair import SLOTS, FakePair
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.errors import ConstraintError, MaskDeferred
 from specserve.grammar import compiler as compiler_module
 from specserve.grammar import constraint as constraint_module
@@ -46,10 +46,10 @@ class Result(NamedTuple):
     logprobs: list[float]
 
 
-def result(generation: Generation) -> Result:
-    error = generation.error
-    end = generation.finish_reason if error is None else error.message
-    return Result(generation.take_text(), str(end), [score.logprob for score in generation.scores])
+def result(sequence: TextSequence) -> Result:
+    error = sequence.error
+    end = sequence.finish_reason if error is None else error.message
+    return Result(sequence.take_text(), str(end), [score.logprob for score in sequence.scores])
 
 
 # Makes a wrong constraint of a right one; the list is shared by all answers at once.
@@ -89,7 +89,7 @@ def answers(
     stats = SequenceStats()
     for first in range(0, trials, SLOTS):
         failures: list[str] = []
-        generations = [
+        sequences = [
             pair.submit(
                 [2, seed % 5] if greedy else PROMPT,
                 mode=mode,
@@ -102,8 +102,8 @@ def answers(
             for seed in range(first, first + SLOTS)
         ]
         pair.run()
-        results += map(result, generations)
-        stats = SequenceStats.total([stats, *(generation.stats for generation in generations)])
+        results += map(result, sequences)
+        stats = SequenceStats.total([stats, *(sequence.stats for sequence in sequences)])
     assert mode == "off" or 0 < stats.accepted < stats.drafted
     assert mode != "auto" or stats.adopted > 0
     return results
@@ -183,17 +183,17 @@ class Rounds:
 
     def begin(self, _seconds: float) -> None:
         self.count += 1
-        self.compiler.begin_round(self._random.randint(1, 3) if self._late else math.inf)
+        self.compiler.limit_masks(self._random.randint(1, 3) if self._late else math.inf)
 
 
 def ended(
     verification: Verification, gamma: int, rounds: Rounds, *, greedy: bool = False, wrap: Wrapper = unchanged
 ) -> list[Result]:
     """Answers by ENDS, three at once, with max_tokens 2 to 5."""
-    pair = FakePair(vocabulary=LETTERS, blend=0.6, begin_masks=rounds.begin)
-    generations = []
+    pair = FakePair(vocabulary=LETTERS, blend=0.6, limit_masks=rounds.begin)
+    sequences = []
     for seed in range(200):
-        generation = pair.submit(
+        sequence = pair.submit(
             [seed % 5, seed // 5 % 5],
             gamma=gamma,
             verification=verification,
@@ -203,10 +203,10 @@ def ended(
             top_logprobs=0,
         )
         # Two runs are compared number by number.
-        generation.secret = seed
-        generations.append(generation)
+        sequence.secret = seed
+        sequences.append(sequence)
     pair.run()
-    return [result(generation) for generation in generations]
+    return [result(sequence) for sequence in sequences]
 
 
 @pytest.fixture

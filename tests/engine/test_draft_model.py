@@ -13,24 +13,24 @@ from fake_pair import ENDLESS, GREEDY, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.engine.kv_cache import KVCache
 from specserve.sequence import RequestInfo, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, SequenceStep
 
 
 def model_and_steps(
     *lengths: int, window: int = 64, context_length: int = 8192, max_rows: int = 8
-) -> tuple[DraftModel, list[Step]]:
+) -> tuple[DraftModel, list[SequenceStep]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
     model = DraftModel(
         cache, proportional(), window=window, max_rows=max_rows, vocabulary=VOCABULARY, context_length=context_length
     )
-    steps = [Step(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
+    steps = [SequenceStep(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
     for slot, step in enumerate(steps):
         step.sequence.slot = slot
     return model, steps
 
 
-def rows_read(model: DraftModel, *steps: Step, is_shared: bool = False) -> list[int]:
+def rows_read(model: DraftModel, *steps: SequenceStep, is_shared: bool = False) -> list[int]:
     """How many tokens of each a pass reads."""
     assert isinstance(model.cache.engine, FakeEngine)
     model.cache.engine.decoded.clear()
@@ -97,7 +97,7 @@ def test_a_long_draft_prefill_does_not_delay_the_drafts_of_other_sequences() -> 
     long = pair.submit([n % 23 for n in range(120)], max_tokens=100)
     short = pair.submit([1, 2, 3])
     pair.run(short)
-    assert pair.draft_cache.end(long.slot) < len(long.tokens) - 1
+    assert pair.draft_cache.num_computed_tokens(long.slot) < len(long.tokens) - 1
     assert short.stats.mean_acceptance_length > 3
 
 
@@ -119,10 +119,10 @@ def test_no_client_copies_what_another_one_s_slot_holds() -> None:
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
     pair = FakePair(blend=0.0, draft_context=32)
-    generation = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)
+    sequence = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)
     pair.run()
     assert max(row.position for row in pair.draft.decoded) < 32
-    assert generation.stats.accepted > 60
+    assert sequence.stats.accepted > 60
 
 
 def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
@@ -131,9 +131,9 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     truth = plain_greedy(prompt, 20)
     unknown = max(truth)
     pair = FakePair(draft_width=unknown)
-    generation = pair.submit(prompt, gamma=6, prediction=truth)
+    sequence = pair.submit(prompt, gamma=6, prediction=truth)
     pair.run()
-    assert generation.answer == truth
+    assert sequence.answer == truth
     assert all(row.token < unknown for row in pair.draft.decoded)
     other = pair.submit([1])
     pair.run()

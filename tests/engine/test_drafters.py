@@ -20,28 +20,28 @@ PROMPT = [1, 2, 3]
 def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     truth = plain_greedy(PROMPT, 40)
     pair = FakePair()
-    generation = pair.submit(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
+    sequence = pair.submit(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
     pair.run()
-    assert generation.answer == truth
-    assert generation.stats.accepted_by["prediction"] > 20
-    assert generation.stats.rounds < 20
+    assert sequence.answer == truth
+    assert sequence.stats.accepted_by["prediction"] > 20
+    assert sequence.stats.rounds < 20
 
 
 def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> None:
     pair = FakePair()
-    generation = pair.submit(PROMPT, max_tokens=40, prediction=[22] * 50)
+    sequence = pair.submit(PROMPT, max_tokens=40, prediction=[22] * 50)
     pair.run()
-    assert generation.answer == plain_greedy(PROMPT, 40)
-    assert generation.stats.accepted_by["model"] > 0
+    assert sequence.answer == plain_greedy(PROMPT, 40)
+    assert sequence.stats.accepted_by["model"] > 0
 
 
 def test_only_the_requested_drafter_is_used() -> None:
     drafters: list[DrafterName] = ["model", "prediction"]
     for drafter in drafters:
         pair = FakePair()
-        generation = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
+        sequence = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
         pair.run()
-        assert set(generation.stats.drafted_by) == {drafter}
+        assert set(sequence.stats.drafted_by) == {drafter}
 
 
 def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:
@@ -102,11 +102,11 @@ def test_acceptance_is_learned_from_proposals_that_were_not_drafted() -> None:
     for right, tokens in ((True, truth), (False, [(token + 1) % VOCABULARY for token in truth])):
         costs = FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()
         pair = FakePair(proposers=[Saying(tokens, 0.6)], costs=costs)
-        generation = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
-        before = pair.controller.acceptance.of_token(generation, "lookup", 0.6)
+        sequence = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
+        before = pair.controller.acceptance.of_token(sequence, "lookup", 0.6)
         pair.run()
-        assert generation.stats.drafted == 0
-        assert (pair.controller.acceptance.of_token(generation, "lookup", 0.6) > before) == right
+        assert sequence.stats.drafted == 0
+        assert (pair.controller.acceptance.of_token(sequence, "lookup", 0.6) > before) == right
 
 
 def test_proposers_are_not_asked_where_not_even_likely_drafts_pay() -> None:
@@ -127,10 +127,10 @@ def test_what_an_answer_of_the_same_pool_wrote_is_drafted() -> None:
         pair = FakePair(proposers=[LookupProposer(Pools(1000))])
         accepted = []
         for searched in case:
-            generation = pair.submit([5, 6, 7, 8], drafter="lookup", pool=searched, gamma=8, max_tokens=40)
+            sequence = pair.submit([5, 6, 7, 8], drafter="lookup", pool=searched, gamma=8, max_tokens=40)
             pair.run()
-            assert generation.answer == truth
-            accepted.append(generation.stats.accepted)
+            assert sequence.answer == truth
+            accepted.append(sequence.stats.accepted)
         alone, after = accepted
         assert after > max(alone, 30) if case == (pool, pool) else after == alone
 

@@ -33,7 +33,7 @@ from specserve.speculation import step as step_module
 from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.proposers import GrammarProposer, Proposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, SequenceStep
 
 # Of a probability: logits are in single precision.
 TOLERANCE = 1e-6
@@ -129,13 +129,13 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
         blend=case.blend,
         costs=(flat(), flat(case.draft_seconds)),
         proposers=proposers,
-        begin_masks=shared.begin_round,
+        limit_masks=shared.limit_masks,
         observers=[observer],
     )
     pair.target.max_alternatives = case.alternatives
-    generations = []
+    sequences = []
     for prompt in case.prompts:
-        generation = pair.submit(
+        sequence = pair.submit(
             prompt,
             gamma=case.gamma,
             verification=verification,
@@ -146,7 +146,7 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
             pool=case.pool,
             constraint=None if case.masks is None else Slow(case.vocabulary.size, shared),
         )
-        generations.append(generation)
+        sequences.append(sequence)
         if not case.together:
             pair.run()
     pair.run()
@@ -157,7 +157,7 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
             events.add(f"adopted beside {len(step.drafts)}")
     if shared.deferred:
         events.add("a mask waits")
-    return tuple(tuple(generation.answer) for generation in generations)
+    return tuple(tuple(sequence.answer) for sequence in sequences)
 
 
 def error(case: Case, verification: Verification, *, of: slice = slice(None)) -> float:
@@ -188,13 +188,13 @@ def draw_from_the_seed(patch: pytest.MonkeyPatch) -> None:
 def reuse_numbers_after_an_alternative(patch: pytest.MonkeyPatch) -> None:
     """The round after an adopted alternative has the numbers that gave the token after it."""
 
-    def begin(self: Step) -> None:
+    def begin(self: SequenceStep) -> None:
         begin_step(self)
         number = self.sequence.round_number - self.sequence.stats.adopted
         self.noise = noise(secret=self.sequence.secret, round_number=number)
 
-    begin_step = Step.__post_init__
-    patch.setattr(Step, "__post_init__", begin)
+    begin_step = SequenceStep.__post_init__
+    patch.setattr(SequenceStep, "__post_init__", begin)
 
 
 def draft_the_likeliest_instead_of_unlikely_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def restrict_by_the_output_without_its_last_token(patch: pytest.MonkeyPatch) -> 
 def discard_drafts_without_a_bonus_token(patch: pytest.MonkeyPatch) -> None:
     verify = round_module._verify
 
-    def discard(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
+    def discard(p: TargetDistributions, step: SequenceStep) -> tuple[int, int | None]:
         n_accepted, next_token = verify(p, step)
         if next_token is not None:
             return n_accepted, next_token
@@ -267,7 +267,7 @@ def drop_unlikely_drafts_and_end_tokens(patch: pytest.MonkeyPatch) -> None:
     """A controller must not do this: decide by the sampled token whether it is drafted."""
 
     class Likely(list[Draft]):
-        def __init__(self, step: Step) -> None:
+        def __init__(self, step: SequenceStep) -> None:
             self.step = step
 
         def append(self, draft: Draft) -> None:
@@ -277,12 +277,12 @@ def drop_unlikely_drafts_and_end_tokens(patch: pytest.MonkeyPatch) -> None:
             else:
                 self.step.model_ended = True
 
-    def begin(self: Step) -> None:
+    def begin(self: SequenceStep) -> None:
         begin_step(self)
         self.drafts = Likely(self)
 
-    begin_step = Step.__post_init__
-    patch.setattr(Step, "__post_init__", begin)
+    begin_step = SequenceStep.__post_init__
+    patch.setattr(SequenceStep, "__post_init__", begin)
 
 
 def share_noise_between_draft_and_rule(patch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,11 @@ def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
     jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int
 ) -> None:
     pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows)
-    generations = [pair.submit(prompt, gamma=gamma, max_tokens=most) for prompt, gamma, most in jobs]
+    sequences = [pair.submit(prompt, gamma=gamma, max_tokens=most) for prompt, gamma, most in jobs]
     pair.run()
-    for generation, (prompt, _, most) in zip(generations, jobs, strict=True):
-        assert generation.answer == plain_greedy(prompt, most)
-        assert generation.finish_reason == ("length" if generation.generated == most else "stop")
+    for sequence, (prompt, _, most) in zip(sequences, jobs, strict=True):
+        assert sequence.answer == plain_greedy(prompt, most)
+        assert sequence.finish_reason == ("length" if sequence.generated == most else "stop")
 
 
 def test_penalised_and_biased_greedy_output_is_the_same_with_speculation() -> None:
@@ -48,9 +48,9 @@ def test_penalised_and_biased_greedy_output_is_the_same_with_speculation() -> No
     pair.run()
     assert plain.answer != plain_greedy([1, 2, 3], 20)
     assert 5 not in plain.answer
-    for generation in speculative:
-        assert generation.answer == plain.answer
-        assert generation.stats.accepted > 0
+    for sequence in speculative:
+        assert sequence.answer == plain.answer
+        assert sequence.stats.accepted > 0
 
 
 def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix() -> None:
@@ -63,10 +63,10 @@ def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix() 
         pair = FakePair(blend=0.8, prefill_rows=5)
         other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
         for cached in (0, 19):
-            generation = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
-            pair.run(generation)
-            assert generation.answer == expected.answer
-            assert generation.cached_tokens == cached
+            sequence = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
+            pair.run(sequence)
+            assert sequence.answer == expected.answer
+            assert sequence.cached_tokens == cached
         assert not other.done
 
 
@@ -75,7 +75,7 @@ def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
         pair = FakePair()
         several = [pair.submit([1, 2, 3], sampling=SEEDED, verification="coupled", choice=choice) for choice in choices]
         pair.run()
-        return [generation.answer for generation in several]
+        return [sequence.answer for sequence in several]
 
     together = outputs(0, 1, 2)
     assert together == [*outputs(0), *outputs(1), *outputs(2)]
@@ -87,9 +87,9 @@ def test_only_coupled_output_repeats_and_only_with_a_seed() -> None:
 
     def outputs(verification: Verification, sampling: SamplingParams) -> set[tuple[int, ...]]:
         pair = FakePair()
-        generations = [pair.submit([1, 2], sampling=sampling, verification=verification) for _ in range(4)]
+        sequences = [pair.submit([1, 2], sampling=sampling, verification=verification) for _ in range(4)]
         pair.run()
-        return {tuple(generation.answer) for generation in generations}
+        return {tuple(sequence.answer) for sequence in sequences}
 
     for verification in get_args(Verification):
         assert (len(outputs(verification, SEEDED)) == 1) == (verification == "coupled")
@@ -136,12 +136,12 @@ def outputs(
         costs=(flat(), flat(draft_seconds)),
         proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()],
         max_wait_seconds=1.0,
-        begin_masks=shared.begin_round,
+        limit_masks=shared.limit_masks,
         observers=[observer],
     )
     found: list[tuple[int, ...]] = []
     for seed in range(0, trials, SLOTS):
-        generations = [
+        sequences = [
             pair.submit(
                 [1, 2],
                 verification=verification,
@@ -153,7 +153,7 @@ def outputs(
             for n in range(SLOTS)
         ]
         pair.run()
-        found += [tuple(generation.answer[:3]) for generation in generations]
+        found += [tuple(sequence.answer[:3]) for sequence in sequences]
     rounds = [step for step in observer.rounds if step.is_decode_round]
     return found, Counter(len(step.drafts) for step in rounds)
 

@@ -22,7 +22,7 @@ from fake_pair import (
     plain_greedy,
 )
 from specserve.core import admission, prefix_cache
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.sequence import SamplingParams
 
 # The longest sequence of these tests fits alone.
@@ -64,16 +64,16 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, dict[str, Any]]]:
     return requests
 
 
-def answer_of(generation: Generation) -> tuple[object, ...]:
+def answer_of(sequence: TextSequence) -> tuple[object, ...]:
     """All that a client is sent, and how often each token was counted."""
-    assert generation.error is None
+    assert sequence.error is None
     return (
-        generation.answer,
-        generation.finish_reason,
-        generation.scores,
-        generation.prompt_scores,
-        len(generation.sources),
-        generation.round_number > 0,
+        sequence.answer,
+        sequence.finish_reason,
+        sequence.scores,
+        sequence.prompt_scores,
+        len(sequence.sources),
+        sequence.round_number > 0,
     )
 
 
@@ -87,24 +87,24 @@ def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
     for _, fields in requests:
         alone.append(answer_of(FakePair().answer(**fields)))
     pair = small_pair(n_cells, prefill_rows=prefill_rows)
-    generations = []
+    sequences = []
     for rounds, fields in requests:
         pair.step(rounds)
-        generations.append(pair.submit(**fields, reuses_prefix=reuses_prefix))
+        sequences.append(pair.submit(**fields, reuses_prefix=reuses_prefix))
     pair.run()
-    assert [answer_of(generation) for generation in generations] == alone
+    assert [answer_of(sequence) for sequence in sequences] == alone
 
 
-def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple[FakePair, list[Generation]]:
+def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple[FakePair, list[TextSequence]]:
     """Two endless answers of which the second has just been preempted, and a request that does not fit beside it."""
     pair = small_pair(observers=[observer] if observer else [], **options)
-    generations = [
+    sequences = [
         pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n), top_logprobs=1) for n in range(2)
     ]
     pair.run_until(lambda: pair.target_cache.pinned_cells > 24)
-    generations.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
-    pair.run_until(lambda: generations[1].preemptions > 0)
-    return pair, generations
+    sequences.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
+    pair.run_until(lambda: sequences[1].preemptions > 0)
+    return pair, sequences
 
 
 def test_the_sequence_admitted_last_makes_room_is_the_first_to_return_and_goes_on_where_it_was() -> None:
@@ -117,8 +117,8 @@ def test_the_sequence_admitted_last_makes_room_is_the_first_to_return_and_goes_o
     pair.step()
     assert (preempted.slot >= 0, waiting.slot) == (True, -1)
     pair.run()
-    for generation in (oldest, preempted):
-        assert generation.answer == plain_greedy(generation.prompt, 30, endless=True)
+    for sequence in (oldest, preempted):
+        assert sequence.answer == plain_greedy(sequence.prompt, 30, endless=True)
     # Its stream goes on where it was.
     assert text + preempted.take_text() == detokenize(preempted.answer)
 
@@ -177,7 +177,7 @@ def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:
     observer = RecordingObserver()
     pair = small_pair(24, observers=[observer], blend=0.0)
     two = [pair.submit([n, 2], sampling=ENDLESS, max_tokens=20, gamma=5, request=str(n)) for n in range(2)]
-    pair.run_until(lambda: any(generation.preemptions for generation in two))
+    pair.run_until(lambda: any(sequence.preemptions for sequence in two))
     gammas = [len(step.drafts) for step in observer.rounds if step.is_decode_round]
     assert gammas[:2] == [5, 5]
     assert min(gammas) < 5
@@ -185,10 +185,10 @@ def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:
 
 def test_a_promise_covers_what_was_generated_and_never_more_than_the_answer_may_have() -> None:
     pair = FakePair()
-    generation = pair.submit([1, 2, 3], max_tokens=10)
+    sequence = pair.submit([1, 2, 3], max_tokens=10)
     promises = []
     for _ in range(10):
-        promises.append(admission.promised_cells(generation))
-        generation.tokens.append(5)
+        promises.append(admission.promised_cells(sequence))
+        sequence.tokens.append(5)
     assert promises == [7] * 4 + [11] * 4 + [13] * 2
     assert admission.promised_cells(pair.submit([1, 2, 3], max_tokens=0)) == 3

@@ -16,7 +16,7 @@ from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams
 from specserve.speculation import round as round_module
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 PROMPT = [1, 2, 3]
 
@@ -33,20 +33,20 @@ def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None
 def test_max_tokens_ends_the_answer_and_limits_the_drafts() -> None:
     for max_tokens in range(1, 12):
         pair = FakePair(blend=0.0)
-        generation = pair.submit(PROMPT, gamma=5, max_tokens=max_tokens)
+        sequence = pair.submit(PROMPT, gamma=5, max_tokens=max_tokens)
         pair.run()
-        assert (generation.generated, generation.finish_reason) == (max_tokens, "length")
-        assert generation.stats.drafted == generation.stats.accepted
+        assert (sequence.generated, sequence.finish_reason) == (max_tokens, "length")
+        assert sequence.stats.drafted == sequence.stats.accepted
 
 
 def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
     pair = FakePair(blend=0.0)
-    generation = pair.submit(prompt_reaching_end_token(), gamma=12)
+    sequence = pair.submit(prompt_reaching_end_token(), gamma=12)
     pair.run()
-    stats = generation.stats
-    assert (generation.answer, generation.finish_reason) == (plain_greedy(prompt_reaching_end_token(), 50), "stop")
-    assert (stats.rounds, stats.accepted) == (1, generation.generated - 1)
-    assert stats.plain_seconds == pytest.approx(generation.generated)
+    stats = sequence.stats
+    assert (sequence.answer, sequence.finish_reason) == (plain_greedy(prompt_reaching_end_token(), 50), "stop")
+    assert (stats.rounds, stats.accepted) == (1, sequence.generated - 1)
+    assert stats.plain_seconds == pytest.approx(sequence.generated)
 
 
 def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
@@ -55,11 +55,11 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
     for last in (3, 6, 9):
         stop = text[last - 1 : last + 1]
         pair = FakePair(blend=0.0)
-        generation = pair.submit(PROMPT, gamma=12, stops=[stop])
+        sequence = pair.submit(PROMPT, gamma=12, stops=[stop])
         pair.run()
-        stats = generation.stats
-        assert (generation.take_text(), generation.finish_reason) == (text[: text.index(stop)], "stop")
-        assert (generation.generated, stats.rounds, stats.accepted) == (last + 1, 1, last)
+        stats = sequence.stats
+        assert (sequence.take_text(), sequence.finish_reason) == (text[: text.index(stop)], "stop")
+        assert (sequence.generated, stats.rounds, stats.accepted) == (last + 1, 1, last)
         assert stats.plain_seconds == pytest.approx(last)
 
 
@@ -92,7 +92,7 @@ def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers() -> No
 def test_a_fault_in_one_requests_verification_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def verify(p: Any, step: Step) -> Any:
+    def verify(p: Any, step: SequenceStep) -> Any:
         if step.sequence.generated and step.sequence.prompt == [9]:
             raise RuntimeError("of ours")
         return verify_truly(p, step)
@@ -141,7 +141,7 @@ def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
     assert other.stats.drafted == 0
     # None would mean that its drafts have lost too much time.
     prices = pair.controller.prices([other], 0, 0)
-    assert pair.controller.candidate(Step(other, 0, 1, 8), 1, prices)
+    assert pair.controller.candidate(SequenceStep(other, 0, 1, 8), 1, prices)
 
 
 def test_verification_and_drawing_are_part_of_the_cost_of_a_pass_but_masks_and_logprobs_are_not() -> None:
@@ -195,29 +195,29 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
         first = pair.submit(prompt, max_tokens=5)
         pair.submit([7, 7], max_tokens=60)
         pair.run(first)
-        generation = pair.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
+        sequence = pair.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
         pair.run()
-        scores = generation.prompt_scores
+        scores = sequence.prompt_scores
         assert [score.token for score in scores] == prompt[1:]
         for position, score in enumerate(scores, start=1):
             assert score.logprob == pytest.approx(logprobs_after(prompt[:position])[prompt[position]], abs=1e-5)
-        assert generation.answer == plain_greedy(prompt, max_tokens)
-        assert len(generation.scores) == generation.generated
+        assert sequence.answer == plain_greedy(prompt, max_tokens)
+        assert len(sequence.scores) == sequence.generated
 
 
 def test_a_prompt_that_is_read_again_keeps_its_scores() -> None:
     sequence = FakePair().submit(list(range(6)), scores_prompt=True, max_tokens=1)
     logits = np.zeros((6, VOCABULARY), np.float32)
     for cached, rows in ((0, 2), (2, 2), (0, 6)):
-        round_module._score_prompt(Step(sequence, cached, rows), logits[cached : cached + rows])
+        round_module._score_prompt(SequenceStep(sequence, cached, rows), logits[cached : cached + rows])
     assert [score.token for score in sequence.prompt_scores] == [1, 2, 3, 4, 5]
 
 
 def test_an_answer_ends_where_its_grammar_does() -> None:
     pair = FakePair()
-    generation = pair.submit([1, 2], constraint=Alternating(VOCABULARY, length=6))
+    sequence = pair.submit([1, 2], constraint=Alternating(VOCABULARY, length=6))
     pair.run()
-    assert (generation.generated, generation.finish_reason) == (6, "stop")
+    assert (sequence.generated, sequence.finish_reason) == (6, "stop")
 
 
 def test_a_grammar_that_becomes_too_costly_ends_only_its_own_answer() -> None:

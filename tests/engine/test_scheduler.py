@@ -13,7 +13,7 @@ from constraints import Alternating, Shared, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
 
@@ -23,8 +23,8 @@ LONG = [n % 23 for n in range(300)]
 def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
     observer = RecordingObserver()
     pair = FakePair(observers=[observer])
-    generation = Generation([1, 2], ENDLESS, SpeculationParams(), pair.vocabulary, max_tokens=1)
-    pair.scheduler.submit(generation, waited=100.0)
+    sequence = TextSequence([1, 2], ENDLESS, SpeculationParams(), pair.vocabulary, max_tokens=1)
+    pair.scheduler.submit(sequence, waited=100.0)
     pair.run()
     [record] = observer.ends
     assert record.waited == pytest.approx(100.0, abs=30)
@@ -52,11 +52,11 @@ def test_requests_get_slots_in_turn_if_one_has_many_choices() -> None:
         first = [pair.submit([n], request="many", max_tokens=30 + n) for n in range(9)]
         later = [pair.submit([10 + n], request=f"few {n}", max_tokens=30) for n in range(others)]
         pair.step()
-        assert [generation.slot >= 0 for generation in later] == [True, True, False][:others]
+        assert [sequence.slot >= 0 for sequence in later] == [True, True, False][:others]
         pair.run(*later)
-        assert sum(generation.done for generation in first) < 6
+        assert sum(sequence.done for sequence in first) < 6
         pair.run()
-        assert all(generation.done for generation in first)
+        assert all(sequence.done for sequence in first)
 
 
 def test_a_cancelled_request_frees_its_slot_at_once() -> None:
@@ -64,15 +64,15 @@ def test_a_cancelled_request_frees_its_slot_at_once() -> None:
         pair = FakePair()
         cancelled = [pair.submit([n] * 20, max_tokens=1000) for n in range(2 * SLOTS)]
         pair.step(steps)
-        for generation in cancelled:
-            pair.scheduler.cancel(generation)
+        for sequence in cancelled:
+            pair.scheduler.cancel(sequence)
         assert not pair.scheduler.busy
         after = [pair.submit([n, 5], max_tokens=10) for n in range(SLOTS)]
         pair.step()
         assert pair.scheduler.queued == 0
         pair.run()
-        for generation in after:
-            assert generation.answer == plain_greedy(generation.prompt, 10)
+        for sequence in after:
+            assert sequence.answer == plain_greedy(sequence.prompt, 10)
 
 
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
@@ -81,19 +81,19 @@ def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
     ended = pair.answer([1, 2], max_tokens=3)
     cancelled = pair.submit([3, 4])
     pair.step()
-    for generation in (ended, cancelled, cancelled):
-        pair.scheduler.cancel(generation)
+    for sequence in (ended, cancelled, cancelled):
+        pair.scheduler.cancel(sequence)
     assert [record.reason for record in observer.ends] == ["length", "cancelled"]
 
 
 def test_fail_all_ends_the_running_sequences_and_the_queued_are_served() -> None:
     pair = FakePair()
-    generations = [pair.submit([n], max_tokens=30) for n in range(SLOTS + 1)]
+    sequences = [pair.submit([n], max_tokens=30) for n in range(SLOTS + 1)]
     pair.step()
     pair.scheduler.fail_all(RuntimeError("a fault"))
-    assert [bool(generation.error) for generation in generations] == [True] * SLOTS + [False]
+    assert [bool(sequence.error) for sequence in sequences] == [True] * SLOTS + [False]
     pair.run()
-    assert generations[-1].answer == plain_greedy([SLOTS], 30)
+    assert sequences[-1].answer == plain_greedy([SLOTS], 30)
 
 
 def rows_fed_for(engine: FakeEngine, prompt: list[int]) -> int:
@@ -105,16 +105,16 @@ def test_choices_of_one_prompt_prefill_it_once_in_both_models() -> None:
     prompt = [n % 7 for n in range(40)]
     for count in (2, SLOTS, 2 * SLOTS):
         pair = FakePair(prefill_rows=16, draft_rows=16)
-        generations = [
+        sequences = [
             pair.submit(prompt, max_tokens=30, sampling=SamplingParams(seed=1), verification="coupled", choice=choice)
             for choice in range(count)
         ]
         pair.run()
-        assert len({tuple(generation.answer) for generation in generations}) == count
+        assert len({tuple(sequence.answer) for sequence in sequences}) == count
         assert rows_fed_for(pair.target, prompt) == len(prompt) - 1
         # Two that begin in one pass of the draft model may both read what the pass has room for.
         assert rows_fed_for(pair.draft, prompt) < 1.2 * len(prompt)
-        assert all(generation.stats.accepted > 0 for generation in generations)
+        assert all(sequence.stats.accepted > 0 for sequence in sequences)
 
 
 def test_only_a_sequence_that_can_reuse_a_prefix_waits_for_it_and_only_while_it_is_read() -> None:
@@ -201,9 +201,9 @@ def test_the_time_of_drafts_is_estimated_at_the_draft_models_kv_length() -> None
     rows = tuple(range(1, 33))
     draft_cost = FixedCost(CostTable(rows, (64, 512), (tuple(map(float, rows)), tuple(100.0 * n for n in rows))))
     pair = FakePair(max_wait_seconds=9.0, prefill_rows=64, window=32, costs=(proportional(), draft_cost))
-    generations = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
+    sequences = [pair.submit([*LONG, n], gamma=6, sampling=ENDLESS, max_tokens=40, request=str(n)) for n in range(2)]
     pair.step(15)
-    assert [max(generation.stats.gammas) for generation in generations] == [2, 2]
+    assert [max(sequence.stats.gammas) for sequence in sequences] == [2, 2]
 
 
 def test_a_fixed_gamma_delays_the_prefill_of_another_request_by_at_most_max_wait() -> None:
@@ -231,12 +231,10 @@ def test_sequences_without_drafts_leave_their_share_of_the_logits_to_those_that_
 def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
     pair = FakePair(prefill_rows=100)
     pair.target.max_logits = 7
-    generations = [pair.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
+    sequences = [pair.submit([n] * 20, max_tokens=0, top_logprobs=0, scores_prompt=True) for n in range(5)]
     pair.submit([1, 2], gamma=6, max_tokens=60)
     pair.run()
-    assert all(
-        len(generation.prompt_scores) == 19 and generation.finish_reason == "length" for generation in generations
-    )
+    assert all(len(sequence.prompt_scores) == 19 and sequence.finish_reason == "length" for sequence in sequences)
 
 
 def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
@@ -275,7 +273,7 @@ def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
 
 def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     shared, observer = Shared(4), RecordingObserver()
-    pair = FakePair(blend=0.6, begin_masks=shared.begin_round, observers=[observer])
+    pair = FakePair(blend=0.6, limit_masks=shared.limit_masks, observers=[observer])
     stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
     pair.run()
     assert shared.deferred
@@ -287,8 +285,8 @@ def test_records_count_each_draft_once_if_masks_are_missing() -> None:
 def test_deferred_masks_change_no_output() -> None:
     def answers(gamma: int, masks: int) -> tuple[list[list[int]], int]:
         shared = Shared(masks)
-        pair = FakePair(blend=0.6, begin_masks=shared.begin_round)
-        generations = [
+        pair = FakePair(blend=0.6, limit_masks=shared.limit_masks)
+        sequences = [
             pair.submit(
                 [1, 2, seed],
                 gamma=gamma,
@@ -299,7 +297,7 @@ def test_deferred_masks_change_no_output() -> None:
             for seed in range(3)
         ]
         pair.run()
-        return [generation.answer for generation in generations], shared.deferred
+        return [sequence.answer for sequence in sequences], shared.deferred
 
     expected, deferred = answers(0, 10**6)
     assert deferred == 0
@@ -315,17 +313,17 @@ def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(d
     plain: dict[str, Any] = {"sampling": ENDLESS, "constraint": Alternating(VOCABULARY)}
     expected = FakePair().answer([1, 2], gamma=0, max_tokens=22, **plain)
     shared = Shared(4)
-    pair = FakePair(blend=0.0, begin_masks=shared.begin_round)
+    pair = FakePair(blend=0.0, limit_masks=shared.limit_masks)
     drafting: dict[str, Any] = {"prediction": expected.answer, "drafter": drafter}
     constraint = Slow(VOCABULARY, shared)
-    generation = pair.submit([1, 2], max_tokens=40, gamma=6, sampling=ENDLESS, constraint=constraint, **drafting)
+    sequence = pair.submit([1, 2], max_tokens=40, gamma=6, sampling=ENDLESS, constraint=constraint, **drafting)
     pair.step()
     lengths = []
     for _ in range(5):
         pair.step()
-        lengths.append(generation.generated)
+        lengths.append(sequence.generated)
     assert lengths == [5, 9, 13, 17, 21]
-    assert generation.answer == expected.answer[:21]
+    assert sequence.answer == expected.answer[:21]
 
 
 def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
@@ -338,10 +336,10 @@ def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
     assert stats.drafted > 0
 
 
-def masked(masks: int, *gammas: int) -> tuple[FakePair, list[Generation]]:
+def masked(masks: int, *gammas: int) -> tuple[FakePair, list[TextSequence]]:
     """A pair whose rounds have time for so many masks, and sequences with a grammar each."""
     shared = Shared(masks)
-    pair = FakePair(begin_masks=shared.begin_round)
+    pair = FakePair(limit_masks=shared.limit_masks)
     options: dict[str, Any] = {"max_tokens": 200, "sampling": ENDLESS}
     return pair, [
         pair.submit([1, 2, n], gamma=gamma, constraint=Slow(VOCABULARY, shared), **options)
@@ -351,16 +349,16 @@ def masked(masks: int, *gammas: int) -> tuple[FakePair, list[Generation]]:
 
 def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
     """A round has time for one mask; in the order of slots the first slot would always get it."""
-    pair, generations = masked(1, 0, 0, 0)
+    pair, sequences = masked(1, 0, 0, 0)
     pair.step(60)
-    assert [generation.generated for generation in generations] == pytest.approx([20] * 3, abs=1)
+    assert [sequence.generated for sequence in sequences] == pytest.approx([20] * 3, abs=1)
 
 
 def test_masks_of_drafts_leave_time_for_those_that_other_sequences_need() -> None:
     for gammas in ((6, 0, 0), (6, 6, 0)):
-        pair, generations = masked(4, *gammas)
+        pair, sequences = masked(4, *gammas)
         pair.step(40)
-        assert min(generation.generated for generation in generations) > 30
+        assert min(sequence.generated for sequence in sequences) > 30
 
 
 def test_a_sequence_without_a_grammar_is_never_deferred() -> None:

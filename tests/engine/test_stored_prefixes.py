@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from fake_engine import FakeEngine
 from fake_pair import ENDLESS, SEEDED, SLOTS, FakePair, plain_greedy
 from specserve.core import prefix_cache
-from specserve.core.generation import Generation
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
+from specserve.core.text_sequence import TextSequence
 from specserve.errors import EngineError
 from specserve.sequence import Owner, SamplingParams
 
@@ -55,9 +55,9 @@ def others(pair: FakePair, first: int = 0) -> None:
     pair.run()
 
 
-def computed(engine: FakeEngine, generation: Generation) -> int:
+def computed(engine: FakeEngine, sequence: TextSequence) -> int:
     """How many rows of its prompt an engine was fed for a sequence."""
-    return sum(row.slot == generation.slot and row.position < generation.prompt_length for row in engine.decoded)
+    return sum(row.slot == sequence.slot and row.position < sequence.prompt_length for row in engine.decoded)
 
 
 def test_a_conversation_comes_back_after_others_have_used_the_cache() -> None:
@@ -80,10 +80,10 @@ def test_a_request_that_wants_no_cached_prefix_gets_none_of_either_model_and_the
     for _ in range(2):
         hits = pair.target.loaded_tokens
         pair.target.decoded.clear()
-        generation = pair.answer(CONVERSATION, reuses_prefix=False)
-        assert (generation.cached_tokens, pair.target.loaded_tokens) == (0, hits)
-        assert computed(pair.target, generation) == len(CONVERSATION)
-        assert generation.answer == plain_greedy(CONVERSATION, 20)
+        sequence = pair.answer(CONVERSATION, reuses_prefix=False)
+        assert (sequence.cached_tokens, pair.target.loaded_tokens) == (0, hits)
+        assert computed(pair.target, sequence) == len(CONVERSATION)
+        assert sequence.answer == plain_greedy(CONVERSATION, 20)
     assert pair.answer(CONVERSATION).cached_tokens == len(CONVERSATION) - 1
 
 
@@ -337,7 +337,7 @@ def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int
     pair, store = pair_with_store(blocks=blocks, n_cells=n_cells, prefill_rows=32)
     system = CONVERSATION[:70]
     conversations = [[*system[: random.randrange(70)], number] for number in range(5)]
-    running: dict[int, Generation] = {}
+    running: dict[int, TextSequence] = {}
     for _ in range(20):
         number = random.randrange(5)
         if number in running:
@@ -353,5 +353,5 @@ def test_every_text_is_the_one_that_it_is_alone_however_small_the_pool(seed: int
             store_all(pair)
         assert store.stored_bytes <= blocks * BLOCK_BYTES
     pair.run()
-    for generation in running.values():
-        assert generation.answer == plain_greedy(generation.prompt, 25)
+    for sequence in running.values():
+        assert sequence.answer == plain_greedy(sequence.prompt, 25)

@@ -35,9 +35,9 @@ CHATS_ONLY = {"echo": ([False], [True]), "add_special_tokens": ([False], [True])
 
 
 def description(kind: type[Any], body: dict[str, Any]) -> list[Any]:
-    """What a request's generation is made of."""
-    [[generation]] = generations_of(parse_body(body, kind), [Prompt([1, 2], "")])
-    return [generation.sampling, generation.speculation, generation.max_tokens, generation.top_logprobs]
+    """What a request's sequence is made of."""
+    [[sequence]] = generations_of(parse_body(body, kind), [Prompt([1, 2], "")])
+    return [sequence.sampling, sequence.speculation, sequence.max_tokens, sequence.top_logprobs]
 
 
 def ignored_of(body: dict[str, Any], kind: type[Any] = CompletionRequest) -> list[str]:

@@ -24,7 +24,7 @@ from specserve.api.resolve import resolve
 from specserve.api.response import Response
 from specserve.api.responses import ResponsesRequest
 from specserve.config import HandlerConfig, ModelConfig
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
@@ -54,8 +54,8 @@ def grammars(vocabulary: LlamaModel) -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
-def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[Generation]:
-    """The generations of a body of one of the routes."""
+def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[TextSequence]:
+    """The sequences of a body of one of the routes."""
     request = parse_body(body, kind)
     prompts = [Prompt([1, 2], "")]
     if kind is InfillRequest:
@@ -66,7 +66,7 @@ def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: Gr
     else:
         request = chat_of(request)
     _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
-    return [generation for group in groups for generation in group]
+    return [sequence for group in groups for sequence in group]
 
 
 def chat_of(request: Any) -> ChatRequest:
@@ -103,13 +103,13 @@ def test_a_body_is_served_or_refused(
     body_and_kind: tuple[object, type[Any]], vocabulary: LlamaModel, grammars: GrammarCompiler
 ) -> None:
     try:
-        generations = generations_of(*body_and_kind, vocabulary, grammars)
+        sequences = generations_of(*body_and_kind, vocabulary, grammars)
     except RequestError as error:
         check_refusal(error)
         return
-    for generation in generations:
-        assert generation.prompt_length + generation.max_tokens <= CONFIG.context_length
-    if (constraint := generations[0].constraint) is not None:
+    for sequence in sequences:
+        assert sequence.prompt_length + sequence.max_tokens <= CONFIG.context_length
+    if (constraint := sequences[0].constraint) is not None:
         constraint.allowed([])
 
 

@@ -24,8 +24,8 @@ from specserve.api import parser, routes
 from specserve.api.choices import ChoicesResponse
 from specserve.api.response import GenerationResponse
 from specserve.api.routes import Routes
-from specserve.core.generation import Generation
 from specserve.core.scheduler import Scheduler
+from specserve.core.text_sequence import TextSequence
 from specserve.observability.metrics import Metrics
 from specserve.torchserve import handler as torchserve
 
@@ -72,11 +72,11 @@ def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeyp
 def test_nothing_of_a_finished_sequence_is_kept_but_its_cached_tokens(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, submitted = Scheduler.submit, weakref.WeakSet[Generation]()
+    submit, submitted = Scheduler.submit, weakref.WeakSet[TextSequence]()
 
-    def remembered(scheduler: Scheduler, generation: Generation, waited: float) -> None:
-        submitted.add(generation)
-        submit(scheduler, generation, waited)
+    def remembered(scheduler: Scheduler, sequence: TextSequence, waited: float) -> None:
+        submitted.add(sequence)
+        submit(scheduler, sequence, waited)
 
     monkeypatch.setattr(Scheduler, "submit", remembered)
     body: dict[str, Any] = {**BODY, "prompt": "the prompt of this test", "grammar": "root", "logprobs": 5}

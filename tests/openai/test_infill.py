@@ -164,7 +164,7 @@ def test_a_request_without_a_temperature_is_greedy_and_may_sample(front_end: Fro
 def test_the_text_ends_before_a_line_that_is_indented_too_little(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The generation is cancelled then; whatever pieces a stream comes in."""
+    """The sequence is cancelled then; whatever pieces a stream comes in."""
     monkeypatch.setattr(FakeVocabulary, "piece", lambda _self, token: b"\n   ab\n  "[token % 9 :][:1])
     ended = 0
     for prompt, indent in product("abcd", (1, 2)):

@@ -32,7 +32,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
     """A completion's prompt."""
-    return pair.generation(prompt, **fields).prompt
+    return pair.sequence(prompt, **fields).prompt
 
 
 def chat_tokens(pair: Pair, **fields: Any) -> list[int]:
@@ -119,7 +119,7 @@ def test_a_stop_string_that_is_the_name_of_a_control_token_stops_at_the_token(qw
         assert (stopped.finish_reason, stopped.sequence.answer) == ("stop", free.sequence.answer[:count])
         pieces = map(qwen.vocabulary.piece, free.sequence.answer[:count])
         assert stopped.text == b"".join(pieces).decode(errors="replace")
-    text = qwen.generation("a", stop=[*stop, "\n<|im_end|>"]).text
+    text = qwen.sequence("a", stop=[*stop, "\n<|im_end|>"]).text
     assert ([*text.stops], {*text.stop_tokens}) == ([*stop, "\n<|im_end|>"], {prefix})
 
 

@@ -16,7 +16,7 @@ from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.errors import RequestError
 
 VOCABULARY = FakeVocabulary(200)
@@ -31,23 +31,23 @@ CONFIG = HandlerConfig(
 
 def generations_of(
     request: CompletionRequest | ChatRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
-) -> list[list[Generation]]:
-    """The generations of a request with these prompts."""
+) -> list[list[TextSequence]]:
+    """The sequences of a request with these prompts."""
     grammars: Any = AlternatingGrammars(VOCABULARY.size)
     _, groups = resolve(request, prompts, VOCABULARY, grammars, config)
     return groups
 
 
-def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[Generation]]:
-    """The generations of a completions body, by prompt."""
+def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[TextSequence]]:
+    """The sequences of a completions body, by prompt."""
     request = parse_body(body, CompletionRequest)
     return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
 
-def generation_of(body: object, config: HandlerConfig = CONFIG) -> Generation:
-    """The generation of a completions body with one prompt and one choice."""
-    [[generation]] = groups_of(body, config)
-    return generation
+def generation_of(body: object, config: HandlerConfig = CONFIG) -> TextSequence:
+    """The sequence of a completions body with one prompt and one choice."""
+    [[sequence]] = groups_of(body, config)
+    return sequence
 
 
 def refusal(body: object) -> RequestError:
@@ -228,9 +228,9 @@ def test_the_default_speculation_mode_is_the_operators() -> None:
     modes: tuple[tuple[Literal["auto", "fixed", "off"], int], ...] = (("auto", 8), ("fixed", 3), ("off", 0))
     for mode, gamma in modes:
         config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
-        generation = generation_of({"prompt": "a"}, config)
-        assert (generation.speculation.gamma, generation.speculation.mode) == (gamma, mode)
-        assert generation.info.randomised == (mode == "auto")
+        sequence = generation_of({"prompt": "a"}, config)
+        assert (sequence.speculation.gamma, sequence.speculation.mode) == (gamma, mode)
+        assert sequence.info.randomised == (mode == "auto")
 
 
 def test_a_body_that_is_not_a_json_object_is_refused() -> None:
@@ -275,8 +275,8 @@ def test_an_answer_has_at_most_the_tokens_of_the_request_the_operator_and_the_co
 
     def max_tokens_of(config: HandlerConfig, **fields: Any) -> int:
         request = parse_body({"messages": MESSAGES, **fields}, ChatRequest)
-        [[generation]] = generations_of(request, [Prompt([1] * 10, "")], config)
-        return generation.max_tokens
+        [[sequence]] = generations_of(request, [Prompt([1] * 10, "")], config)
+        return sequence.max_tokens
 
     for config, fields, most in (
         (CONFIG, {}, 54),
@@ -352,7 +352,7 @@ def test_a_prediction_is_truncated_to_the_context_length(texts: list[str]) -> No
 def test_a_suffix_is_tokenized_once_for_all_prompts(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VOCABULARY, "infill", lambda prefix, suffix: [*prefix, *suffix])
     groups = groups_of({"prompt": ["a", "b", "c"], "suffix": "end"})
-    assert [generation.tokens[1:] for [generation] in groups] == [[101, 110, 100]] * 3
+    assert [sequence.tokens[1:] for [sequence] in groups] == [[101, 110, 100]] * 3
     assert texts == ["end", "a", "b", "c"]
 
 

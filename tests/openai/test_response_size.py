@@ -86,10 +86,10 @@ def test_an_answer_without_a_limit_is_as_long_as_its_response_has_room() -> None
 
     def most(**fields: Any) -> int:
         request = parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
-        [[generation, *_]] = generations_of(
+        [[sequence, *_]] = generations_of(
             request, [Tokenizer(VOCABULARY, config).chat(request, lambda *_: "a")], config
         )
-        return generation.max_tokens
+        return sequence.max_tokens
 
     assert most() == most(logprobs=True) == 32767
     assert 10_000 < most(logprobs=True, top_logprobs=5) < 32767

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
-from specserve.core.generation import Generation, TextParams
+from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
 
@@ -34,10 +34,10 @@ class Pieces(FakeVocabulary):
         return self._pieces[token]
 
 
-def generation_of(pieces: list[bytes], stops: list[str]) -> Generation:
-    """A generation of at most these tokens that keeps their sources."""
+def generation_of(pieces: list[bytes], stops: list[str]) -> TextSequence:
+    """A sequence of at most these tokens that keeps their sources."""
     options: Any = {"max_tokens": len(pieces) + 1, "keeps_sources": True}
-    return Generation([0], SamplingParams(), SpeculationParams(), Pieces(pieces), TextParams(stops), **options)
+    return TextSequence([0], SamplingParams(), SpeculationParams(), Pieces(pieces), TextParams(stops), **options)
 
 
 def text_of(event: Any) -> str:
@@ -63,33 +63,33 @@ def test_the_source_of_a_character_is_that_of_the_token_with_its_last_byte(
     names: list[Source] = [("model", "lookup", "target")[index % 3] for index in range(len(pieces))]
     by_byte = [name for piece, name in zip(pieces, names, strict=True) for _ in piece]
     ends = [len(text[: index + 1].encode()) - 1 for index in range(len(text))]
-    generation = generation_of(pieces, stops)
+    sequence = generation_of(pieces, stops)
     found: list[tuple[str, Source]] = []
     output = ""
-    while generation.generated < len(pieces) and not generation.done:
-        new = slice(generation.generated, generation.generated + rounds.pop())
-        generation.tokens += list(range(len(pieces)))[new]
-        generation.sources += names[new]
-        generation.read_new_tokens()
-        released = generation.take_text()
-        by_source = generation.by_source()
+    while sequence.generated < len(pieces) and not sequence.done:
+        new = slice(sequence.generated, sequence.generated + rounds.pop())
+        sequence.tokens += list(range(len(pieces)))[new]
+        sequence.sources += names[new]
+        sequence.read_new_tokens()
+        released = sequence.take_text()
+        by_source = sequence.by_source()
         assert "".join(piece for piece, _ in by_source) == released
         assert all(piece for piece, _ in by_source)
         output += released
         found += by_source
     assert text.startswith(output)
     assert [name for piece, name in found for _ in piece] == [by_byte[end] for end in ends[: len(output)]]
-    assert len(generation.sources) == generation.generated
+    assert len(sequence.sources) == sequence.generated
 
 
 def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None:
-    generation = generation_of([b"a", b"\xf0\x9f"], [])
-    generation.max_tokens = 2
-    generation.tokens += [0, 1]
-    generation.sources += ["model", "target"]
-    generation.read_new_tokens()
-    assert generation.take_text() == "a\ufffd"
-    assert generation.by_source() == [("a", "model"), ("\ufffd", "target")]
+    sequence = generation_of([b"a", b"\xf0\x9f"], [])
+    sequence.max_tokens = 2
+    sequence.tokens += [0, 1]
+    sequence.sources += ["model", "target"]
+    sequence.read_new_tokens()
+    assert sequence.take_text() == "a\ufffd"
+    assert sequence.by_source() == [("a", "model"), ("\ufffd", "target")]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from fake_engine import FakeVocabulary
-from specserve.core.generation import Generation, TextParams
+from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
 CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
@@ -42,24 +42,24 @@ def spelled(text: str) -> list[int]:
 
 def written(
     stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
-) -> tuple[Generation, list[str]]:
-    """A generation that has been given these tokens, some in each round, and the texts it released."""
+) -> tuple[TextSequence, list[str]]:
+    """A sequence that has been given these tokens, some in each round, and the texts it released."""
     clock = {"clock": more.pop("clock")} if "clock" in more else {}
     sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
-    generation = Generation(
+    sequence = TextSequence(
         [0], sampling, SpeculationParams(), VOCABULARY, text, max_tokens=len(tokens), top_logprobs=0, **clock
     )
     texts = []
     for begin in range(0, len(tokens), rounds):
-        if generation.done:
+        if sequence.done:
             break
         new = tokens[begin : begin + rounds]
-        generation.tokens += new
-        generation.scores += [TokenScore(token, -1.0, []) for token in new]
-        generation.sources += ["target"] * len(new)
-        generation.read_new_tokens()
-        texts.append(generation.take_text())
-    return generation, texts
+        sequence.tokens += new
+        sequence.scores += [TokenScore(token, -1.0, []) for token in new]
+        sequence.sources += ["target"] * len(new)
+        sequence.read_new_tokens()
+        texts.append(sequence.take_text())
+    return sequence, texts
 
 
 # By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
@@ -80,10 +80,10 @@ def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
     for stops, output, text, stop, length in STOPPED:
         for rounds in ROUNDS:
             tokens = spelled(output)
-            generation, texts = written(stops, tokens, rounds=rounds)
-            assert ("".join(texts), generation.stop) == (text, stop), (stops, output, rounds)
-            assert generation.finish_reason == ("length" if length is None else "stop")
-            assert generation.answer == tokens[:length]
+            sequence, texts = written(stops, tokens, rounds=rounds)
+            assert ("".join(texts), sequence.stop) == (text, stop), (stops, output, rounds)
+            assert sequence.finish_reason == ("length" if length is None else "stop")
+            assert sequence.answer == tokens[:length]
 
 
 def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
@@ -93,8 +93,8 @@ def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
 
 def test_a_stop_token_has_no_log_probability_in_the_answer() -> None:
     """As a stop string of text; a control token that does not stop has."""
-    generation, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=frozenset(spelled("<|a|>")))
-    assert [score.token for score, _ in generation.take_tokens()] == spelled("o<|bb|>n")
+    sequence, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=frozenset(spelled("<|a|>")))
+    assert [score.token for score, _ in sequence.take_tokens()] == spelled("o<|bb|>n")
 
 
 def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> None:
@@ -108,9 +108,9 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
         ("é", "aéé", 3, "aé"),
     ):
         for rounds in ROUNDS:
-            generation, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
+            sequence, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
             assert "".join(texts) == text, (stop, output, min_tokens, rounds)
-            assert generation.generated >= min_tokens
+            assert sequence.generated >= min_tokens
             control: Any = {"min_tokens": 2, "stop_tokens": frozenset(spelled("<|a|>"))}
             assert "".join(written([], spelled("x<|a|>y<|a|>z"), rounds=rounds, **control)[1]) == "xy"
 
@@ -119,13 +119,13 @@ def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() ->
     [token], [control] = spelled("b"), spelled("<|a|>")
     for rounds in ROUNDS:
         for stops, output, text in ((["bc"], "abcd", "abc"), (["b", "bc"], "abcd", "ab")):
-            generation, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
-            assert ("".join(texts), generation.finish_reason) == (text, "stop")
+            sequence, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
+            assert ("".join(texts), sequence.finish_reason) == (text, "stop")
         for included, text in ((False, "a"), (True, "ab")):
             ends: Any = {"stop_tokens": frozenset([token, control]), "includes_stop": included}
-            generation, texts = written([], spelled("abc"), rounds=rounds, **ends)
-            assert ("".join(texts), generation.finish_reason) == (text, "stop")
-            assert generation.ended_by_eos is not included
+            sequence, texts = written([], spelled("abc"), rounds=rounds, **ends)
+            assert ("".join(texts), sequence.finish_reason) == (text, "stop")
+            assert sequence.ended_by_eos is not included
             assert "".join(written([], spelled("a<|a|>bc"), rounds=rounds, **ends)[1]) == "a"
 
 
@@ -143,5 +143,5 @@ def test_after_its_time_an_answer_ends_with_its_line() -> None:
         ("a\nb", "a\nb"),
     ):
         times = iter([10.0, 12.9, 13.1])
-        generation, texts = written([], spelled(output), max_seconds=3.0, clock=lambda times=times: next(times))
-        assert ("".join(texts), generation.finish_reason) == (text, "length")
+        sequence, texts = written([], spelled(output), max_seconds=3.0, clock=lambda times=times: next(times))
+        assert ("".join(texts), sequence.finish_reason) == (text, "length")

@@ -29,7 +29,7 @@ from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import Proposal, Proposer
 from specserve.speculation.rejection import Verdict, accept_equal
 from specserve.speculation.round import run_round
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 pytestmark = pytest.mark.real
 
@@ -130,8 +130,8 @@ def decode_speculatively(loaded: Loaded, plain: PlainOutput) -> list[int]:
     drafters = Drafters(Controller(cost, None), Replay(plain), vocabulary=loaded.engine.width, end_tokens=())
     while sequence.remaining > 0 and sequence.answer == plain.tokens[: sequence.generated]:
         gamma = min(GAMMA, sequence.remaining - 1) if sequence.generated else 0
-        pending = len(sequence.tokens) - target.end(0)
-        run_round(target, drafters, [Step(sequence, target.end(0), pending, gamma)])
+        pending = len(sequence.tokens) - target.num_computed_tokens(0)
+        run_round(target, drafters, [SequenceStep(sequence, target.num_computed_tokens(0), pending, gamma)])
     return sequence.answer
 
 

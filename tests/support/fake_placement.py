@@ -43,7 +43,7 @@ class FakeMachine:
             share = 1.0 if ours else others
             self._ticks[core] = busy + int(100 * seconds * share), total + int(100 * seconds)
         self.now += seconds
-        placement.begin_round()
+        placement.choose_cores()
 
     def clock(self) -> float:
         return self.now
@@ -54,5 +54,5 @@ def placement_on(machine: FakeMachine, threads: int | None = None, workers: Any 
     cores = tuple(machine.taken)
     pool: Any = FakePool()
     placement = Placement(Usable(cores, threads or len(cores)), pool, workers, machine.read, machine.clock)
-    placement.begin_round()
+    placement.choose_cores()
     return placement

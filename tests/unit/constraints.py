@@ -84,7 +84,7 @@ class Shared:
         self.left = masks
         self.deferred = 0
 
-    def begin_round(self, _seconds: float) -> None:
+    def limit_masks(self, _seconds: float) -> None:
         self.left = self._masks
 
     def spend(self) -> None:
@@ -115,7 +115,7 @@ class AlternatingGrammars:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def begin_round(self, seconds: float) -> None:
+    def limit_masks(self, seconds: float) -> None:
         """Ignore the budget: these masks take no time."""
 
     def json_schema(self, source: dict[str, Any] | str) -> Alternating:

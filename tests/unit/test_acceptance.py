@@ -12,7 +12,7 @@ from specserve.sampling.distribution import FloatArray, one_hot
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.speculation.acceptance import PRIORS, Acceptance, Calibration
-from specserve.speculation.step import Alternative, Draft, Step
+from specserve.speculation.step import Alternative, Draft, SequenceStep
 
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams(temperature=1)
 WIDTH = 4
@@ -22,16 +22,16 @@ def sequence(sampling: SamplingParams = GREEDY, verification: Verification = "bl
     return Sequence([1], sampling, SpeculationParams(8, verification, mode="auto"), max_tokens=100)
 
 
-def step_of(own: Sequence, *drafters: DrafterName, accepted: int = 0, q: FloatArray | None = None) -> Step:
+def step_of(own: Sequence, *drafters: DrafterName, accepted: int = 0, q: FloatArray | None = None) -> SequenceStep:
     """A verified step with a draft, of confidence .9, by each of these."""
-    step = Step(own, 0, 1, 8)
+    step = SequenceStep(own, 0, 1, 8)
     for drafter in drafters:
         step.drafts.append(Draft(0, q, drafter, 0.9, 0.9))
     step.n_accepted = accepted
     return step
 
 
-def learn(acceptance: Acceptance, step: Step, own_token: int = 3) -> None:
+def learn(acceptance: Acceptance, step: SequenceStep, own_token: int = 3) -> None:
     """Learn from a step, whose drafts and own token these are; the target's tokens are equally likely."""
     p = TargetDistributions(np.zeros((len(step.drafts) + 1, WIDTH), np.float32), step.sequence, step.draft_tokens)
     acceptance.learn_from(step, p, [*step.draft_tokens[: step.n_accepted], own_token])

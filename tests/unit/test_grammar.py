@@ -522,21 +522,21 @@ def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round() -> None:
     compiler = GrammarCompiler(WORDS)
     constraint, other = compiler.gbnf(EXPRESSION), compiler.json_schema({"type": "object"})
     before = allowed(constraint, [])
-    compiler.begin_round(0)
+    compiler.limit_masks(0)
     assert allowed(constraint, []) == before
     for ask in (constraint.allowed, other.allowed, partial(constraint.forced, max_tokens=4)):
         with pytest.raises(MaskDeferred):
             ask(b"x")
-    compiler.begin_round(10)
+    compiler.limit_masks(10)
     assert allowed(constraint, b"x") == allowed(COMPILER.gbnf(EXPRESSION), b"x")
 
 
 def test_end_of_an_answer_is_known_in_a_round_without_time() -> None:
     compiler = GrammarCompiler(WORDS)
     constraint = compiler.gbnf('root ::= "ab" "c"?')
-    compiler.begin_round(0)
+    compiler.limit_masks(0)
     assert [text for text in (b"a", b"ab", b"abc", b"ab", b"b", b"abc") if constraint.complete(text)] == [b"abc"] * 2
-    compiler.begin_round(10)
+    compiler.limit_masks(10)
     assert ord("c") in allowed(constraint, b"ab")
 
 
@@ -555,7 +555,7 @@ def test_dead_end_concerns_only_what_leads_to_it() -> None:
 
 def test_mask_that_takes_longer_than_a_round_is_an_error() -> None:
     compiler = GrammarCompiler(WORDS)
-    compiler.begin_round(1e-9)
+    compiler.limit_masks(1e-9)
     with pytest.raises(ConstraintError, match="takes too much time"):
         compiler.gbnf(EXPRESSION).allowed([])
 

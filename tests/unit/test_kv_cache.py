@@ -25,12 +25,12 @@ def filled(*, start: int = 0, end: int = len(TEXT), n_cells: int = 100) -> tuple
 @pytest.mark.parametrize("start", [0, 2])
 def test_positions_are_those_of_the_text_wherever_a_slot_begins(start: int) -> None:
     engine, cache = filled(start=start)
-    assert (cache.start(0), cache.end(0), cache.length(0)) == (start, 6, 6 - start)
+    assert (cache.start(0), cache.num_computed_tokens(0), cache.length(0)) == (start, 6, 6 - start)
     assert cache.prefixes(NOBODY, TEXT, 5) == [5, 0, 0]
     assert cache.prefixes(NOBODY, [*TEXT[:4], 0, 0], 5) == [4, 0, 0]
     assert cache.prefixes(NOBODY, [0] * 6, 5) == [0, 0, 0]
     cache.copy(0, 1, 5)
-    assert (cache.start(1), cache.end(1)) == (start, 5)
+    assert (cache.start(1), cache.num_computed_tokens(1)) == (start, 5)
     assert engine.cache[1] == TEXT[start:5]
     cache.truncate(0, 4)
     assert engine.cache[0] == TEXT[start:4]
@@ -51,7 +51,7 @@ def test_an_adopted_alternative_takes_the_place_of_what_follows() -> None:
     assert cache.free_cells == 94
     cache.adopt(0, 0)
     assert engine.cache[0] == [*TEXT[:4], 9]
-    assert (cache.end(0), cache.free_cells) == (5, 95)
+    assert (cache.num_computed_tokens(0), cache.free_cells) == (5, 95)
     assert cache.check()
 
 
@@ -60,7 +60,7 @@ def test_a_failed_pass_leaves_the_record_as_it_was() -> None:
     engine.fail_after = 0
     with pytest.raises(EngineError):
         cache.forward([Row(5, 0, 6, wants_logits=True)])
-    assert cache.end(0) == 6
+    assert cache.num_computed_tokens(0) == 6
     assert cache.check()
 
 
@@ -70,7 +70,7 @@ def test_a_slot_that_differs_from_the_engine_is_reported_and_emptied(caplog: pyt
     del engine.cache[0][4:]
     assert not cache.check()
     assert "slot 0 of a KV cache holds 4 tokens instead of 6" in caplog.text
-    assert (engine.cache[0], cache.end(0)) == ([], 0)
+    assert (engine.cache[0], cache.num_computed_tokens(0)) == ([], 0)
     assert engine.cache[1] == TEXT[:3], "other slots stay"
     assert cache.check()
 

@@ -10,7 +10,7 @@ from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, DRAFT_MODEL, LIVE, Metric, Metrics, Served
 from specserve.observability.records import EndRecord, family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 from steps import finished_step
 
 GAUGES: dict[Metric, float] = {LIVE: 2, DRAFT_MODEL: True}
@@ -20,7 +20,7 @@ def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
     return RequestInfo("r", "code", group, randomised)
 
 
-def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> Step:
+def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> SequenceStep:
     return finished_step(info(group), drafts, accepted, [7] * (accepted + 1))
 
 

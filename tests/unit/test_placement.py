@@ -58,7 +58,7 @@ def test_passes_stay_on_all_cores_of_a_quiet_machine_and_of_one_that_tells_nothi
     placement = placement_on(silent)
     for _ in range(5):
         silent.now += 1
-        placement.begin_round()
+        placement.choose_cores()
     assert placement.cores == (0, 1)
 
 
@@ -186,7 +186,7 @@ def test_a_shared_directory_that_others_may_have_touched_is_done_without(
     monkeypatch.setattr(loading, "Workers", lambda cores: Workers(cores, tmp_path))
     config = HandlerConfig.model_validate({"model_id": "m", "target": {"path": "m.gguf"}})
     placement = loading._placement(config)
-    placement.begin_round()
+    placement.choose_cores()
     assert placement.cores == (0, 1)
     assert [record.getMessage().count("other workers cannot be seen") for record in caplog.records] == [1]
 

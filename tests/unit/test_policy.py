@@ -15,7 +15,7 @@ from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
 from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model, rows_worth_adding
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, SequenceStep
 
 MAX_DRAFTS = 9
 STAIRS = [0.0] + [1.0] + [1.7] * 3 + [3.4] * 40
@@ -110,7 +110,7 @@ def test_rows_are_worth_adding_only_if_some_number_of_them_is() -> None:
 def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
-    step = Step(sequence(), 0, 1, 8)
+    step = SequenceStep(sequence(), 0, 1, 8)
     step.drafts.append(Draft(1, None, "model", reached, reached))
     return controller().proposal_length(step, probabilities, by_model, prices)
 
@@ -142,7 +142,7 @@ def test_unlikely_tokens_at_the_end_of_an_offer_do_not_keep_a_likely_one_from_be
 
 
 def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_get_right() -> None:
-    step, prices = Step(sequence("fixed"), 0, 1, 8), prices_of([float(rows) for rows in range(50)], STAIRS)
+    step, prices = SequenceStep(sequence("fixed"), 0, 1, 8), prices_of([float(rows) for rows in range(50)], STAIRS)
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), prices) == 2
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
 
@@ -154,8 +154,12 @@ def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
     dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
     model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
     for prices, asked, by_model in ((dear, [1], [1]), (cheap, [0, 1], [0, 1]), (model_dear, [0, 1], [1])):
-        steps = [Step(sequence("auto"), 0, 1, 4), Step(sequence("fixed"), 0, 1, 4), Step(sequence("off"), 0, 1, 0)]
-        found = controller().begin_round(steps, prices)
+        steps = [
+            SequenceStep(sequence("auto"), 0, 1, 4),
+            SequenceStep(sequence("fixed"), 0, 1, 4),
+            SequenceStep(sequence("off"), 0, 1, 0),
+        ]
+        found = controller().steps_to_draft(steps, prices)
         assert found == [steps[index] for index in asked]
         assert [index for index in (0, 1) if not steps[index].model_ended] == by_model
 
@@ -165,10 +169,10 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
     own = Controller(FixedCost(table(lambda rows: 1.0 + 0.2 * rows)), flat(0.1))
     sequences = [sequence(max_tokens=6), sequence(), sequence("off")]
     for max_wait, expected in {math.inf: [5, 8, 0], 2.01: [4, 4, 0], 0.51: [1, 1, 0], 0.0: [0, 0, 0]}.items():
-        found = own.max_drafts(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
+        found = own.draft_limits(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
         assert found == expected
         # They have outgrown what they were promised.
-        assert own.max_drafts(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
+        assert own.draft_limits(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
 
 
 # The value of time, and the budget of losses
@@ -176,7 +180,7 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
 
 def count_round(balance: Balance, tokens: int, extra: float) -> None:
     """Account for a round whose plain pass takes two seconds, and its drafts so many passes more."""
-    step = Step(sequence(), 0, 1, 8)
+    step = SequenceStep(sequence(), 0, 1, 8)
     step.seconds.plain, step.seconds.target_drafts, step.seconds.draft_model = 2.0, extra, extra
     step.n_committed = tokens
     balance.count_round(step)
@@ -205,7 +209,7 @@ def test_drafts_that_only_lose_cost_ten_passes_and_one_per_cent() -> None:
     own, one = controller(), sequence(max_tokens=10**6)
     prices, lost = own.prices([one], 0, 0), 0.0
     for tokens in range(1, 5001):
-        extra = 1.3 if own.candidate(Step(one, 0, 1, 8), 1, prices) else 0.0
+        extra = 1.3 if own.candidate(SequenceStep(one, 0, 1, 8), 1, prices) else 0.0
         lost += extra
         count_round(own.balance(one), 1, extra)
         assert lost <= 10 + 0.01 * tokens + 1.3
@@ -218,7 +222,7 @@ def test_drafts_that_only_lose_cost_ten_passes_and_one_per_cent() -> None:
 def tokens_that_share(own: Controller, of: Sequence, pending: int = 100) -> float:
     """Over how many tokens the price of what the draft model has to read is spread."""
     prices = own.prices([sequence()], 0, 0)
-    candidate = own.candidate(Step(of, 0, 1, 8), pending, prices)
+    candidate = own.candidate(SequenceStep(of, 0, 1, 8), pending, prices)
     assert candidate
     return (prices.draft(pending) - prices.draft(1)) / candidate.draft_prefill
 
@@ -234,7 +238,7 @@ def test_a_draft_prefill_is_spread_over_the_tokens_that_follow_in_nine_of_ten_an
         own.forget(sequence(generated=length, max_tokens=1000))
     spread = {n: round(tokens_that_share(own, sequence(generated=n, max_tokens=1000))) for n in (1, 4, 5, 20)}
     assert spread == {1: 4, 4: 1, 5: 395, 20: 380}
-    candidate = own.candidate(Step(sequence(), 0, 1, 8), 1, own.prices([sequence()], 0, 0))
+    candidate = own.candidate(SequenceStep(sequence(), 0, 1, 8), 1, own.prices([sequence()], 0, 0))
     assert candidate
     assert candidate.draft_prefill == 0
     for _ in range(200):
@@ -274,7 +278,7 @@ def test_what_is_drafted_depends_on_what_passes_cost_at_that_length() -> None:
     lengths = {}
     for name, far in {"usual": usual, "dear": dear, "cheap": cheap}.items():
         own = Controller(FixedCost(CostTable((1, 8, 16), (64, 16_384), (short, far))), None)
-        step = Step(sequence(gamma=15), 0, 1, 15)
+        step = SequenceStep(sequence(gamma=15), 0, 1, 15)
         lengths[name] = [
             own.proposal_length(step, [0.6] * 12, None, own.prices([sequence()], kv_len, 64))
             for kv_len in (64, 4096, 8192, 16_384)

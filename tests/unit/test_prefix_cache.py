@@ -31,7 +31,7 @@ class Bench:
         params = SamplingParams(temperature=0), SpeculationParams(mode="off")
         sequence = Sequence(prompt, *params, max_tokens=9, scores_prompt=scores_prompt)
         self.cache.assign(sequence, self.cache.find(sequence))
-        positions = range(self.held.end(sequence.slot), len(prompt))
+        positions = range(self.held.num_computed_tokens(sequence.slot), len(prompt))
         if prefill and positions:
             self.held.forward([Row(prompt[n], sequence.slot, n, wants_logits=False) for n in positions])
         return sequence
@@ -44,8 +44,10 @@ class Bench:
 
     def lengths(self, *sequences: Sequence) -> list[int]:
         """How many tokens their slots hold."""
-        assert all(len(self.target.cache[slot]) == self.held.end(slot) for slot in range(self.held.n_slots))
-        return [self.held.end(sequence.slot) for sequence in sequences]
+        assert all(
+            len(self.target.cache[slot]) == self.held.num_computed_tokens(slot) for slot in range(self.held.n_slots)
+        )
+        return [self.held.num_computed_tokens(sequence.slot) for sequence in sequences]
 
 
 def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot_and_its_last_token_is_never_reused() -> None:

@@ -146,7 +146,7 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again() 
     compiler = GrammarCompiler(WORDS)
     constraint, tokens = calls(compiler), f"So: {CALL}".encode()[:30]
     masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
-    compiler.begin_round(0.0)
+    compiler.limit_masks(0.0)
     for count, mask in enumerate(masks):
         again = constraint.allowed(tokens[:count])
         assert np.array_equal([] if mask is None else mask, [] if again is None else again)

@@ -20,13 +20,13 @@ from specserve.observability.metrics import Served
 from specserve.observability.records import EndRecord, Recorder
 from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, RequestInfo
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 from steps import finished_step
 
 FILE = "qwen-1.0.jsonl"
 
 
-def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> Step:
+def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> SequenceStep:
     info = RequestInfo("r1", family)
     return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
 

@@ -197,7 +197,7 @@ class MessagesResponse(BlocksResponse):
 
     def _message(self) -> Json:
         """Return the message as far as it is known before its content."""
-        generation = self._generation
+        sequence = self._generation
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -207,10 +207,10 @@ class MessagesResponse(BlocksResponse):
             "stop_reason": None,
             "stop_sequence": None,
             "usage": {
-                "input_tokens": generation.prompt_length - generation.cached_tokens,
+                "input_tokens": sequence.prompt_length - sequence.cached_tokens,
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": generation.cached_tokens,
-                "output_tokens": generation.generated,
+                "cache_read_input_tokens": sequence.cached_tokens,
+                "output_tokens": sequence.generated,
             },
         }
 

@@ -54,7 +54,7 @@ class Block:
 
 
 def generation_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of any generation that a request sets, for the chat that it becomes."""
+    """Return the fields of any sequence that a request sets, for the chat that it becomes."""
     return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
 
 
@@ -63,7 +63,7 @@ class BlocksResponse(GenerationResponse, ABC):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        [self._generation] = self.generations
+        [self._generation] = self.sequences
         self._blocks: list[Block] = []
         self._begun = False
         self._response: Event = {}
@@ -93,9 +93,9 @@ class BlocksResponse(GenerationResponse, ABC):
         return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in self._events())
 
     def _events(self) -> Iterator[Event]:
-        generation = self._generation
+        sequence = self._generation
         # The first event comes when the prompt is being read: agents' clients wait for it some minutes at most.
-        if not (self.error or generation.timestamps.start is not None or generation.done):
+        if not (self.error or sequence.timestamps.start is not None or sequence.done):
             return
         if not self._begun:
             self._begun = True
@@ -103,9 +103,9 @@ class BlocksResponse(GenerationResponse, ABC):
         if self.error:
             yield self._failure(self.error)
             return
-        for part in self._parts(generation):
+        for part in self._parts(sequence):
             yield from self._add(part)
-        if generation.done:
+        if sequence.done:
             # An answer without anything else is an empty text.
             if not self._blocks or self._blocks[-1].kind == "reasoning":
                 yield from self._add(Text(""))

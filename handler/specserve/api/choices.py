@@ -19,7 +19,7 @@ from specserve.api.logprobs import (
 )
 from specserve.api.prompt import Prompt
 from specserve.api.response import GenerationResponse, Json
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.sequence import Source
 
 _END = "data: [DONE]\n\n"
@@ -29,9 +29,9 @@ _END = "data: [DONE]\n\n"
 class _Choice:
     """One of the choices of a response, and what the client has of it."""
 
-    generation: Generation
+    sequence: TextSequence
     prompt: Prompt
-    scored: Generation  # the generation that scores the prompt, if scores are wanted
+    scored: TextSequence  # the sequence that scores the prompt, if scores are wanted
     begun: bool = False
     ended: bool = False
     # Who wrote text that is held back, since it may belong to a call or to the reasoning.
@@ -40,8 +40,8 @@ class _Choice:
     @property
     def has_news(self) -> bool:
         """Whether something can be sent; the first event waits for all scores of the prompt."""
-        scored, generation = self.scored, self.generation
-        if self.ended or not (generation.has_text or generation.done):
+        scored, sequence = self.scored, self.sequence
+        if self.ended or not (sequence.has_text or sequence.done):
             return False
         return not scored.scores_prompt or len(scored.prompt_scores) == scored.prompt_length - 1
 
@@ -58,8 +58,8 @@ class ChoicesResponse(GenerationResponse, ABC):
         self._scored_bytes = 0  # at most, of the log-probabilities
         answers = self._form.request.answers
         self._choices = [
-            _Choice(generation, self._form.prompts[index // answers], self.generations[index - generation.choice])
-            for index, generation in enumerate(self.generations)
+            _Choice(sequence, self._form.prompts[index // answers], self.sequences[index - sequence.choice])
+            for index, sequence in enumerate(self.sequences)
         ]
 
     @abstractmethod
@@ -97,23 +97,23 @@ class ChoicesResponse(GenerationResponse, ABC):
 
     def _news(self, choice: _Choice) -> Iterator[Json]:
         """Yield a choice of the whole response, or of a stream what is new, at first an echoed prompt, and the end."""
-        request, generation, first = self._form.request, choice.generation, not choice.begun
+        request, sequence, first = self._form.request, choice.sequence, not choice.begun
         choice.begun = True
         echo = choice.prompt if request.echo else None
-        parts = self._parts(generation)
+        parts = self._parts(sequence)
         positions: list[Position] | None = None
         if request.scores is not None:
             shift = len(echo.text) if echo else 0
-            positions = [Position(score.token, score, shift + offset) for score, offset in generation.take_tokens()]
+            positions = [Position(score.token, score, shift + offset) for score, offset in sequence.take_tokens()]
             if echo and first:
                 positions = prompt_positions(echo, choice.scored.prompt_scores, self._vocabulary) + positions
         if echo and first and echo.text:
             parts = [Text(echo.text), *parts]
             choice.sources.append((echo.text, "prompt"))
-        choice.sources += generation.by_source() if request.speculation.sources else []
+        choice.sources += sequence.by_source() if request.speculation.sources else []
         if not self.streams or parts or positions or (first and self.begins_with_role):
             yield self._written(choice, parts, positions, first=first)
-        if self.streams and generation.done:
+        if self.streams and sequence.done:
             choice.ended = True
             yield self._written(choice, None, None, first=False)
 
@@ -124,10 +124,10 @@ class ChoicesResponse(GenerationResponse, ABC):
         self._scored_bytes += most_bytes(positions or [], self._vocabulary)
         check_size(self._scored_bytes)
         written = {
-            "index": choice.generation.index,
+            "index": choice.sequence.index,
             **self._content(parts, first=first),
             "logprobs": None if positions is None else self._logprobs(positions),
-            "finish_reason": self._finish_reason(choice.generation) if ends else None,
+            "finish_reason": self._finish_reason(choice.sequence) if ends else None,
         }
         if self._form.request.speculation.sources:
             written["sources"], choice.sources = choice.sources, []

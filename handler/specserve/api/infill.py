@@ -93,7 +93,7 @@ def _other_files(files: list[File], tokenizer: Tokenizer, vocabulary: Vocabulary
 class InfillResponse(GenerationResponse):
     def __init__(self, request: InfillRequest, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        [self._generation] = self.generations
+        [self._generation] = self.sequences
         self._generation.warm_cache()
         self._request = request
         self._content = ""
@@ -102,7 +102,7 @@ class InfillResponse(GenerationResponse):
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, also by a line that is indented too little; then the generation is cancelled."""
+        """Whether it is complete, also by a line that is indented too little; then the sequence is cancelled."""
         if not (self._is_cut or self.error) and (new := self._generation.take_text()):
             content = self._content + new
             self._content = indented(content, self._request.n_indent or 0, len(self._content))
@@ -125,9 +125,9 @@ class InfillResponse(GenerationResponse):
 
     def _final(self, content: str) -> dict[str, Any]:
         """Return the last event of a stream, or with the whole content the response."""
-        generation, stats = self._generation, self._generation.stats
-        predicted, prompt = generation.generated, generation.prompt_length - generation.cached_tokens
-        by_reason = {"length": "limit", "stop": "eos" if generation.ended_by_eos else "word"}
+        sequence, stats = self._generation, self._generation.stats
+        predicted, prompt = sequence.generated, sequence.prompt_length - sequence.cached_tokens
+        by_reason = {"length": "limit", "stop": "eos" if sequence.ended_by_eos else "word"}
         return {
             "index": 0,
             "content": content,
@@ -136,15 +136,15 @@ class InfillResponse(GenerationResponse):
             "stop": True,
             "model": self._model,
             "tokens_predicted": predicted,
-            "tokens_evaluated": generation.prompt_length,
+            "tokens_evaluated": sequence.prompt_length,
             "has_new_line": "\n" in self._content,
             # As llama.cpp means it: of the answer, by the context's end.
             "truncated": False,
-            "stop_type": by_reason.get(generation.finish_reason or "length"),
+            "stop_type": by_reason.get(sequence.finish_reason or "length"),
             "stopping_word": "",
-            "tokens_cached": len(generation.tokens),
+            "tokens_cached": len(sequence.tokens),
             "timings": {
-                "cache_n": generation.cached_tokens,
+                "cache_n": sequence.cached_tokens,
                 **_rates("prompt", prompt, stats.prefill_seconds),
                 **_rates("predicted", predicted, stats.decode_seconds),
                 "draft_n": stats.drafted,

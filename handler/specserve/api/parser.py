@@ -3,7 +3,7 @@
 Long bodies have a thread to themselves: tokenizing a megabyte may take two seconds, and no short body waits for it.
 Within each thread clients take turns.
 
-The threads turn bodies into generations, which no other thread touches until they are submitted. They share with each
+The threads turn bodies into sequences, which no other thread touches until they are submitted. They share with each
 other and with the engine thread only what is safe without a lock: the vocabulary (read only, but for a cache of token
 texts where all threads write the same), compiled grammars and matchers (grammar/constraint.py), and `Holdback.draw`
 (observability/control_group.py).

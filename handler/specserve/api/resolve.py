@@ -1,4 +1,4 @@
-"""Turns valid requests into generations, within the defaults and limits of this server."""
+"""Turns valid requests into sequences, within the defaults and limits of this server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve.api.logprobs import MAX_RESPONSE_BYTES
 from specserve.api.prompt import Prompt, PromptTooLong, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest, GenerationRequest, text_of
 from specserve.config import HandlerConfig
-from specserve.core.generation import Generation, TextParams
+from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.grammar.call_form import CallForm, ThinkingTags
@@ -56,7 +56,7 @@ def resolve(
     request_id: str = "",
     client: str = "",
     held_back: bool = False,
-) -> tuple[ResponseForm, list[list[Generation]]]:
+) -> tuple[ResponseForm, list[list[TextSequence]]]:
     """Resolve a valid request into the form of its response, and by prompt the answers to generate for that.
 
     A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
@@ -93,7 +93,7 @@ def resolve(
     )
     groups = [
         [
-            Generation(
+            TextSequence(
                 prompt.tokens,
                 sampling,
                 speculation,

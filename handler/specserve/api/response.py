@@ -11,7 +11,7 @@ from specserve.api.answer import Part
 from specserve.api.logprobs import check_size
 from specserve.api.resolve import ResponseForm
 from specserve.api.speculation import speculation_of
-from specserve.core.generation import Generation
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats
@@ -22,16 +22,16 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Response:
-    """The response to one request, complete unless generations write it, and what of it was sent."""
+    """The response to one request, complete unless sequences write it, and what of it was sent."""
 
     streams = False
     keep_alive: ClassVar[str] = ": \n\n"  # what a silent stream sends; no client takes it for content
     ignored: Sequence[str] = ()  # names for the response header, beside those of the request
 
     def __init__(
-        self, body: Mapping[str, Any] | None = None, *, status: int = 200, generations: Sequence[Generation] = ()
+        self, body: Mapping[str, Any] | None = None, *, status: int = 200, sequences: Sequence[TextSequence] = ()
     ) -> None:
-        self.generations = generations
+        self.sequences = sequences
         self.status_sent = False
         self.silent_until = 0.0  # the time of the next sign of life, by time.monotonic()
         self.headers: dict[str, str] = {}  # sent with the status
@@ -53,11 +53,11 @@ class Response:
 
     @property
     def error(self) -> RequestError | None:
-        return self._failed or next((generation.error for generation in self.generations if generation.error), None)
+        return self._failed or next((sequence.error for sequence in self.sequences if sequence.error), None)
 
     @property
     def done(self) -> bool:
-        return self.error is not None or all(generation.done for generation in self.generations)
+        return self.error is not None or all(sequence.done for sequence in self.sequences)
 
     @property
     def status(self) -> int:
@@ -79,18 +79,18 @@ class Response:
 
 
 class GenerationResponse(Response):
-    """A response that generations write, prompt by prompt, to a request that has named the model so."""
+    """A response that sequences write, prompt by prompt, to a request that has named the model so."""
 
     def __init__(
         self,
         form: ResponseForm,
-        generations: Sequence[Generation],
+        sequences: Sequence[TextSequence],
         *,
         vocabulary: Vocabulary,
         request_id: str,
         model: str,
     ) -> None:
-        super().__init__(generations=generations)
+        super().__init__(sequences=sequences)
         self.streams = bool(form.request.stream)
         self.ignored = form.relaxed
         self._form = form
@@ -98,41 +98,39 @@ class GenerationResponse(Response):
         self._request_id = request_id
         self._model = model
         self._created = int(time.time())
-        self._readers = {generation: form.reader() for generation in generations}
+        self._readers = {sequence: form.reader() for sequence in sequences}
 
-    def _parts(self, generation: Generation) -> list[Part]:
+    def _parts(self, sequence: TextSequence) -> list[Part]:
         """Read the parts of an answer since the last call."""
-        return self._readers[generation].read(generation.take_text(), done=generation.done)
+        return self._readers[sequence].read(sequence.take_text(), done=sequence.done)
 
-    def _finish_reason(self, generation: Generation) -> FinishReason | None:
+    def _finish_reason(self, sequence: TextSequence) -> FinishReason | None:
         """Return why an answer ended: with `tool_calls` if it has any and the last is complete."""
-        reader = self._readers[generation]
+        reader = self._readers[sequence]
         has_calls = reader.calls > 0 and not reader.is_within_call
-        return "tool_calls" if generation.finish_reason == "stop" and has_calls else generation.finish_reason
+        return "tool_calls" if sequence.finish_reason == "stop" and has_calls else sequence.finish_reason
 
     def _usage(self, stats: SequenceStats) -> Json:
         """Count the tokens so far; every prompt counts once."""
-        firsts = [generation for generation in self.generations if generation.choice == 0]
-        prompt_tokens = sum(generation.prompt_length for generation in firsts)
-        completion_tokens = sum(generation.generated for generation in self.generations)
+        firsts = [sequence for sequence in self.sequences if sequence.choice == 0]
+        prompt_tokens = sum(sequence.prompt_length for sequence in firsts)
+        completion_tokens = sum(sequence.generated for sequence in self.sequences)
         predicted, accepted = stats.drafted_by["prediction"], stats.accepted_by["prediction"]
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
         if self._form.thinking:
             readers = self._readers.items()
-            details["reasoning_tokens"] = sum(
-                generation.tokens_within(reader.reasoned) for generation, reader in readers
-            )
+            details["reasoning_tokens"] = sum(sequence.tokens_within(reader.reasoned) for sequence, reader in readers)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens for generation in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in firsts)},
             "completion_tokens_details": details,
         }
 
     def _totals(self) -> Json:
         stats = self._stats()
-        return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.generations[0].speculation)}
+        return {"usage": self._usage(stats), "speculation": speculation_of(stats, self.sequences[0].speculation)}
 
     def _stats(self) -> SequenceStats:
-        return SequenceStats.total(generation.stats for generation in self.generations)
+        return SequenceStats.total(sequence.stats for sequence in self.sequences)

@@ -161,8 +161,8 @@ class ResponsesResponse(BlocksResponse):
     @property
     def _is_cut(self) -> bool:
         """Whether the tokens ran out, or a stop string ended a call within its arguments."""
-        generation = self._generation
-        return generation.finish_reason == "length" or (generation.done and self._readers[generation].is_within_call)
+        sequence = self._generation
+        return sequence.finish_reason == "length" or (sequence.done and self._readers[sequence].is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:
         """Return the response; what is not known is null."""

@@ -164,7 +164,7 @@ class Routes:
         return response
 
     def _generate(self, request: Generating, incoming: Incoming) -> Response:
-        """Return the response to a valid request, with its generations; it may be drawn for the control group."""
+        """Return the response to a valid request, with its sequences; it may be drawn for the control group."""
         model, vocabulary, template = self._known_model(request.model), self._models.vocabulary, self._template
         kind: Callable[..., Response] = _GENERATING[incoming.route][1]
         asked: CompletionRequest | ChatRequest
@@ -197,8 +197,8 @@ class Routes:
             client=incoming.client,
             held_back=self._holdback.draw(),
         )
-        generations = [generation for group in groups for generation in group]
-        return kind(form, generations, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
+        sequences = [sequence for group in groups for sequence in group]
+        return kind(form, sequences, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
 
     def _conversation(self, request: ResponsesRequest, client: str) -> tuple[list[Json], Keep | None]:
         """Return a request's messages and those before, and what keeps them for requests that continue them."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from specserve.core.generation import Generation
 from specserve.core.prefix_cache import Match, PrefixCache
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import Contained
 from specserve.observability.records import Recorder
@@ -49,14 +49,14 @@ def promised_cells(sequence: Sequence) -> int:
 class Waiting:
     """The sequences that wait for a slot."""
 
-    running: list[Generation]  # those that have one, in the order of their admission; changed here
+    running: list[TextSequence]  # those that have one, in the order of their admission; changed here
     target: KVCache
     cache: PrefixCache
     recorder: Recorder
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._queue: deque[Generation] = deque()
+        self._queue: deque[TextSequence] = deque()
         # How many the last round left waiting for a slot, for room, or for others' long prefills.
         self._blocked = 0
 
@@ -68,24 +68,24 @@ class Waiting:
         """Number of sequences that wait for nothing but the next round; others wait for an answer to end."""
         return max(0, min(len(self._queue) - self._blocked, len(self.cache.free_slots)))
 
-    def add(self, generation: Generation) -> None:
-        self._queue.append(generation)
-        generation.timestamps.queued = self.clock()
+    def add(self, sequence: TextSequence) -> None:
+        self._queue.append(sequence)
+        sequence.timestamps.queued = self.clock()
 
-    def discard(self, generation: Generation) -> bool:
+    def discard(self, sequence: TextSequence) -> bool:
         """Forget a sequence; returns whether it was waiting."""
-        if generation not in self._queue:
+        if sequence not in self._queue:
             return False
-        self._queue.remove(generation)
+        self._queue.remove(sequence)
         return True
 
-    def preempt(self, generation: Generation) -> None:
+    def preempt(self, sequence: TextSequence) -> None:
         """Take the slot of a running sequence, which goes on later."""
-        self.running.remove(generation)
-        self.cache.preempt(generation)
-        self._queue.appendleft(generation)
-        generation.timestamps.queued = self.clock()
-        generation.preemptions += 1
+        self.running.remove(sequence)
+        self.cache.preempt(sequence)
+        self._queue.appendleft(sequence)
+        sequence.timestamps.queued = self.clock()
+        sequence.preemptions += 1
         self._blocked += 1
 
     def preempt_one(self) -> None:
@@ -94,7 +94,7 @@ class Waiting:
         That is not the oldest of all before it has had its turn, so that there is always one that gets on.
         """
         held = self._cells()
-        last = [generation for generation in self.running if held[generation.info.client] == max(held.values())][-1]
+        last = [sequence for sequence in self.running if held[sequence.info.client] == max(held.values())][-1]
         is_oldest = last is self.running[0]
         self.preempt(self.running[-1] if is_oldest and not _had_its_turn(last) else last)
 
@@ -107,103 +107,103 @@ class Waiting:
         waits_for_prefix = 0
         if self.cache.free_slots or any(map(self._is_aged, self._queue)):
             # The aged sequence for which others make way, and these.
-            ahead: Generation | None = None
-            leaving: list[Generation] = []
+            ahead: TextSequence | None = None
+            leaving: list[TextSequence] = []
             # How many got no slot: of the long ones, by True, and of each client's.
             blocked = Counter[str | bool]()
-            for generation in self._turns():
-                client, is_long = generation.info.client, len(generation.tokens) > LONG_PREFILL
+            for sequence in self._turns():
+                client, is_long = sequence.info.client, len(sequence.tokens) > LONG_PREFILL
                 if (is_long and blocked[True] == _LONG_ONES) or blocked[client] >= _OTHERS:
                     continue
-                if ahead and not (self.cache.free_slots and self._fits_without(leaving, ahead, generation)):
+                if ahead and not (self.cache.free_slots and self._fits_without(leaving, ahead, sequence)):
                     continue
-                obstacle = self._start(generation)
-                if obstacle == "room" and not ahead and not blocked[client] and self._is_aged(generation):
-                    leaving = self._make_way(generation)
-                    obstacle = self._start(generation) if leaving else obstacle
-                    ahead = generation if leaving and obstacle else None
+                obstacle = self._start(sequence)
+                if obstacle == "room" and not ahead and not blocked[client] and self._is_aged(sequence):
+                    leaving = self._make_way(sequence)
+                    obstacle = self._start(sequence) if leaving else obstacle
+                    ahead = sequence if leaving and obstacle else None
                 blocked[client] += obstacle is not None
                 blocked[True] += is_long and obstacle is not None
                 waits_for_prefix += obstacle == "prefix"
         self._blocked = len(self._queue) - waits_for_prefix
 
-    def _start(self, generation: Generation) -> Obstacle | None:
+    def _start(self, sequence: TextSequence) -> Obstacle | None:
         """Give a waiting sequence a slot, or say what it waits for; one that cannot be started ends with an error."""
         if not self.cache.free_slots:
             return "room"
         # It was never running, so nothing else would end it.
-        with Contained(generation.info.request, generation.fail):
-            match = self.cache.find(generation)
-            obstacle = self._obstacle(generation, match)
+        with Contained(sequence.info.request, sequence.fail):
+            match = self.cache.find(sequence)
+            obstacle = self._obstacle(sequence, match)
             if obstacle:
                 return obstacle
-            self.cache.assign(generation, match)
-        self._queue.remove(generation)
-        if generation.error:
-            self.recorder.record_end(generation.end_record(self.clock()))
+            self.cache.assign(sequence, match)
+        self._queue.remove(sequence)
+        if sequence.error:
+            self.recorder.record_end(sequence.end_record(self.clock()))
             return None
-        self.running.append(generation)
-        generation.turn_start = generation.generated
-        if generation.timestamps.start is None:
-            generation.timestamps.start = self.clock()
+        self.running.append(sequence)
+        sequence.turn_start = sequence.generated
+        if sequence.timestamps.start is None:
+            sequence.timestamps.start = self.clock()
         return None
 
-    def _obstacle(self, generation: Generation, match: Match) -> Obstacle | None:
+    def _obstacle(self, sequence: TextSequence, match: Match) -> Obstacle | None:
         """What a sequence waits for, although there is a free slot."""
         reading = [other for other in self.running if not self.cache.decodes(other)]
         # One that was preempted waits for nothing but its room, lest others come before it.
-        if not generation.preemptions and any(self._reads_the_same(other, generation, match) for other in reading):
+        if not sequence.preemptions and any(self._reads_the_same(other, sequence, match) for other in reading):
             return "prefix"
-        pending = len(generation.tokens) - max(match.shared, match.stored)
+        pending = len(sequence.tokens) - max(match.shared, match.stored)
         long = [left for other in reading if (left := self.cache.pending(other)) > LONG_PREFILL]
         share = 0.75 if pending < min(long, default=math.inf) else 0.5
         # One sequence may always read, also where there is one slot.
         if pending > LONG_PREFILL and len(long) >= max(1, int(share * self.target.n_slots)):
             return "prefill"
-        needed = promised_cells(generation) - self.target.pinned_before(match.slot, match.shared)
+        needed = promised_cells(sequence) - self.target.pinned_before(match.slot, match.shared)
         return "room" if needed + self._promised(self.running) > self.cache.room else None
 
-    def _reads_the_same(self, other: Generation, generation: Generation, match: Match) -> bool:
+    def _reads_the_same(self, other: TextSequence, sequence: TextSequence, match: Match) -> bool:
         """Whether another sequence prefills, or restores, more than a quarter of what a waiting one needs."""
-        if other.info.owner != generation.info.owner:
+        if other.info.owner != sequence.info.owner:
             return False
         # Two that restore the same prefix would share no cells.
         cached = match.shared if self.cache.is_restoring(other) else max(match.shared, match.stored)
-        soon = common_prefix(other.tokens, generation.tokens, match.max_length)
-        return 4 * (soon - cached) > len(generation.tokens) - cached
+        soon = common_prefix(other.tokens, sequence.tokens, match.max_length)
+        return 4 * (soon - cached) > len(sequence.tokens) - cached
 
-    def _promised(self, running: Iterable[Generation]) -> int:
+    def _promised(self, running: Iterable[TextSequence]) -> int:
         """Number of cells that running sequences are promised beside those that they use."""
-        return sum(promised_cells(generation) - self.target.end(generation.slot) for generation in running)
+        return sum(promised_cells(sequence) - self.target.num_computed_tokens(sequence.slot) for sequence in running)
 
-    def _turns(self) -> list[Generation]:
+    def _turns(self) -> list[TextSequence]:
         """The waiting sequences in the order in which they are admitted.
 
         Clients take turns, so that one with many requests delays no other, and the requests of a client, so that a
         large `n` does not. Those that have aged come first, unless their client has more than its share; of one client
         the oldest of them before its others, and then those that were preempted.
         """
-        by_request = self._in_turns(self._queue, lambda generation: generation.info.request)
+        by_request = self._in_turns(self._queue, lambda sequence: sequence.info.request)
         by_request.sort(
             key=lambda g: (0, g.timestamps.arrival) if self._is_aged(g) else (1 if g.preemptions else 2, 0.0)
         )
-        by_client = self._in_turns(by_request, lambda generation: generation.info.client)
+        by_client = self._in_turns(by_request, lambda sequence: sequence.info.client)
         greedy = self._clients_above_their_share()
         return sorted(by_client, key=lambda g: not self._is_aged(g) or g.info.client in greedy)
 
-    def _in_turns(self, waiting: Iterable[Generation], whose: Callable[[Generation], str]) -> list[Generation]:
+    def _in_turns(self, waiting: Iterable[TextSequence], whose: Callable[[TextSequence], str]) -> list[TextSequence]:
         """Each owner's first, then each one's second, and so on; those that run count as the first ones."""
         turn = Counter(map(whose, self.running))
         turns = {}
-        for generation in waiting:
-            turn[whose(generation)] += 1
-            turns[generation] = turn[whose(generation)]
+        for sequence in waiting:
+            turn[whose(sequence)] += 1
+            turns[sequence] = turn[whose(sequence)]
         return sorted(turns, key=turns.__getitem__)
 
-    def _is_aged(self, generation: Generation) -> bool:
-        return self.clock() - generation.timestamps.queued >= _AGED_SECONDS
+    def _is_aged(self, sequence: TextSequence) -> bool:
+        return self.clock() - sequence.timestamps.queued >= _AGED_SECONDS
 
-    def _make_way(self, waiting: Generation) -> list[Generation]:
+    def _make_way(self, waiting: TextSequence) -> list[TextSequence]:
         """Preempt running sequences for one that has waited long enough, those of others when they had their turn.
 
         Returns those that give way, now or after their turn; none if they do not make room enough, and older ones have
@@ -231,8 +231,8 @@ class Waiting:
 
     def _clients_above_their_share(self) -> set[str]:
         """Those whose sequences have more slots or cells than an equal share among all clients."""
-        n = len({generation.info.client for generation in (*self.running, *self._queue)})
-        slots = Counter(generation.info.client for generation in self.running)
+        n = len({sequence.info.client for sequence in (*self.running, *self._queue)})
+        slots = Counter(sequence.info.client for sequence in self.running)
         n_slots, n_cells = self.target.n_slots, self.target.n_cells
         cells = self._cells()
         return {client for client in cells if n * slots[client] > n_slots or n * cells[client] > n_cells}
@@ -240,18 +240,18 @@ class Waiting:
     def _cells(self) -> Counter[str]:
         """By client, the cells that its running sequences are promised."""
         cells = Counter[str]()
-        for generation in self.running:
-            cells[generation.info.client] += promised_cells(generation)
+        for sequence in self.running:
+            cells[sequence.info.client] += promised_cells(sequence)
         return cells
 
-    def _fits_without(self, others: list[Generation], *waiting: Generation) -> bool:
+    def _fits_without(self, others: list[TextSequence], *waiting: TextSequence) -> bool:
         """Whether waiting sequences would have slots, and room for all their tokens, if these were not running."""
-        rest = [generation for generation in self.running if generation not in others]
+        rest = [sequence for sequence in self.running if sequence not in others]
         if len(rest) + len(waiting) > self.target.n_slots:
             return False
         needed = sum(map(promised_cells, waiting)) + self._promised(rest)
         return needed <= self.target.n_cells - self.target.pinned_without({other.slot for other in others})
 
 
-def _had_its_turn(running: Generation) -> bool:
+def _had_its_turn(running: TextSequence) -> bool:
     return running.generated - running.turn_start >= _TURN_TOKENS

@@ -84,7 +84,7 @@ class EngineLoop:
         until = time.monotonic() + self.slice_seconds
         while self._scheduler.busy:
             try:
-                self._placement.begin_round()
+                self._placement.choose_cores()
                 self._scheduler.run_round()
             except (KeyboardInterrupt, SystemExit):
                 raise

@@ -72,7 +72,7 @@ class PrefixCache:
 
     def pending(self, sequence: Sequence) -> int:
         """Number of tokens the target has not been fed: 1 while decoding; in prefill 1 or more, 0 once all is fed."""
-        return len(sequence.tokens) - self._target.end(sequence.slot)
+        return len(sequence.tokens) - self._target.num_computed_tokens(sequence.slot)
 
     def decodes(self, sequence: Sequence) -> bool:
         """Whether a running sequence is not in prefill: every round that has time for its mask commits tokens."""
@@ -139,7 +139,7 @@ class PrefixCache:
                 if missing <= 0:
                     return
                 self._save(slot, self._blocks_left)
-                self._truncate(slot, max(0, self._target.end(slot) - max(missing, _LEAST_LOSS)))
+                self._truncate(slot, max(0, self._target.num_computed_tokens(slot) - max(missing, _LEAST_LOSS)))
 
     def store(self) -> bool:
         """Copy some of what free slots hold to the store, what would leave first; returns whether there is more."""
@@ -156,22 +156,24 @@ class PrefixCache:
         self._blocks_left = _BLOCKS_A_ROUND
         left, failed = _TOKENS_A_ROUND, {}
         oldest, reserved = next(iter(self._restoring), None), left // 2
-        for sequence, end in sorted(self._restoring.items(), key=lambda item: item[1] - self._target.end(item[0].slot)):
+        for sequence, end in sorted(
+            self._restoring.items(), key=lambda item: item[1] - self._target.num_computed_tokens(item[0].slot)
+        ):
             if sequence is oldest:
                 reserved = 0
-            begin = self._target.end(sequence.slot)
+            begin = self._target.num_computed_tokens(sequence.slot)
             part = min(end, begin + left - reserved)
             try:
                 self.make_room(part - begin)
                 for saved in self._store.saved(sequence.info.owner, sequence.tokens, begin, part):
-                    at = self._target.end(sequence.slot)
+                    at = self._target.num_computed_tokens(sequence.slot)
                     self._target.load(sequence.slot, sequence.tokens[at : at + len(saved)], saved)
             except EngineError as error:
                 logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
             except Exception as error:
                 logger.exception("specserve: a prefix in host memory cannot be used")
                 failed[sequence] = error
-            loaded = self._target.end(sequence.slot) - begin
+            loaded = self._target.num_computed_tokens(sequence.slot) - begin
             sequence.cached_tokens += 0 if sequence.preemptions else loaded
             if begin + loaded == end or (part > begin and not loaded):
                 del self._restoring[sequence]

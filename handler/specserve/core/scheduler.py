@@ -21,9 +21,9 @@ from time import perf_counter
 import numpy as np
 
 from specserve.core.admission import Waiting
-from specserve.core.generation import Generation
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
+from specserve.core.text_sequence import TextSequence
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import Contained, EngineError
 from specserve.observability.records import Observer, Recorder
@@ -31,7 +31,7 @@ from specserve.sequence import Sequence
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.round import run_round
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Scheduler:
     # The most that each of these may add to a round: prefill, grammar masks, and drafts if several requests run.
     max_wait_seconds: float = math.inf
     # Is told the seconds that the grammar masks of a round may take; the others have to wait.
-    begin_masks: Callable[[float], None] = lambda _: None
+    limit_masks: Callable[[float], None] = lambda _: None
     clock: Callable[[], float] = perf_counter
     observers: InitVar[abc.Sequence[Observer]] = ()
     store: InitVar[PrefixStore | None] = None  # keeps the target's prefixes when they leave its cache
@@ -86,7 +86,7 @@ class Scheduler:
         self._recorder = Recorder(observers)
         self._cache = PrefixCache(self.target, self.drafters, store)
         # In the order of admission: the oldest first.
-        self._running: list[Generation] = []
+        self._running: list[TextSequence] = []
         self._waiting = Waiting(self._running, self.target, self._cache, self._recorder, self.clock)
 
     @property
@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def awaiting_first_token(self) -> int:
         """Number of sequences in prefill or about to be; others in the queue wait for an answer to end."""
-        prefilling = sum(not self._cache.decodes(generation) for generation in self._running)
+        prefilling = sum(not self._cache.decodes(sequence) for sequence in self._running)
         return prefilling + self._waiting.about_to_start
 
     @property
@@ -107,17 +107,17 @@ class Scheduler:
     def queued(self) -> int:
         return len(self._waiting)
 
-    def submit(self, generation: Generation, waited: float = 0.0) -> None:
+    def submit(self, sequence: TextSequence, waited: float = 0.0) -> None:
         """Queue a sequence that arrived `waited` seconds ago; it waits for a slot."""
-        generation.timestamps.arrival = self.clock() - waited
-        self._waiting.add(generation)
+        sequence.timestamps.arrival = self.clock() - waited
+        self._waiting.add(sequence)
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, sequence: TextSequence) -> None:
         """Drop a sequence; its slot is free in the next round, with its tokens. One that has ended stays as it is."""
-        if self._waiting.discard(generation):
-            self._recorder.record_end(generation.end_record(self.clock()))
-        elif generation in self._running:
-            self._end([generation])
+        if self._waiting.discard(sequence):
+            self._recorder.record_end(sequence.end_record(self.clock()))
+        elif sequence in self._running:
+            self._end([sequence])
 
     def fail_all(self, reason: Exception) -> None:
         """End every running sequence with an error, where a round has raised; queued ones stay."""
@@ -133,7 +133,7 @@ class Scheduler:
             return
         started = self.clock()
         # Grammar masks may delay other sequences as long as prefill may.
-        self.begin_masks(self.max_wait_seconds)
+        self.limit_masks(self.max_wait_seconds)
         try:
             run_round(self.target, self.drafters, steps, self.clock, awaiting_first_token=self.awaiting_first_token)
         except EngineError as error:
@@ -151,7 +151,7 @@ class Scheduler:
         """Copy some of what ended sequences have left in the target's cache to the store; returns if there is more."""
         return self._cache.store()
 
-    def _schedule(self) -> list[Step]:
+    def _schedule(self) -> list[SequenceStep]:
         """Admit what fits, and plan the round: all sequences that decode, and prefill chunks of others.
 
         A sequence in prefill has no drafts, so that its first token comes sooner.
@@ -160,7 +160,7 @@ class Scheduler:
         self._fail(self._cache.restore())
         # What comes back takes room, too.
         self._preempt_until_the_rest_fits()
-        decoding = [generation for generation in self._running if self._cache.decodes(generation)]
+        decoding = [sequence for sequence in self._running if self._cache.decodes(sequence)]
         steps = self._decode_steps(decoding) if decoding else []
         if len(steps) < len(self._running):
             steps += self._prefill_steps(steps)
@@ -176,11 +176,11 @@ class Scheduler:
                 return
             self._waiting.preempt_one()
 
-    def _decode_steps(self, decoding: list[Generation]) -> list[Step]:
+    def _decode_steps(self, decoding: list[TextSequence]) -> list[SequenceStep]:
         """A step for each sequence that decodes, with the most drafts that it may have."""
         # No other request is in a slot if all are of one; queued ones mostly wait for an answer to end.
-        is_shared = len({generation.info.request for generation in self._running}) > 1
-        max_drafts = self.drafters.controller.max_drafts(
+        is_shared = len({sequence.info.request for sequence in self._running}) > 1
+        max_drafts = self.drafters.controller.draft_limits(
             decoding,
             # Every running sequence may need the logits of one row beside those of its drafts.
             max_rows=min(self.target.engine.max_logits, self._cache.room) - len(self._running),
@@ -188,9 +188,9 @@ class Scheduler:
             kv_len=self._kv_len(),
             draft_kv_len=self.drafters.draft_kv_len(decoding),
         )
-        return [self._step(generation, 1, gamma) for generation, gamma in zip(decoding, max_drafts, strict=True)]
+        return [self._step(sequence, 1, gamma) for sequence, gamma in zip(decoding, max_drafts, strict=True)]
 
-    def _prefill_steps(self, decode_steps: list[Step]) -> list[Step]:
+    def _prefill_steps(self, decode_steps: list[SequenceStep]) -> list[SequenceStep]:
         """Prefill chunks beside these steps: half of the rows for the oldest, the others for those with least left."""
         prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
         decoding = {step.sequence.slot for step in decode_steps}
@@ -198,23 +198,23 @@ class Scheduler:
         logits_left = self.target.engine.max_logits - len(decode_steps) - draft_rows
         rows_left = prefill_chunk(
             self.drafters.controller.target_cost,
-            self.target.kv_len({generation.slot for generation in self._running} - decoding),
+            self.target.kv_len({sequence.slot for sequence in self._running} - decoding),
             rows=len(decode_steps),
             max_rows=min(self.prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
             max_wait_seconds=self.max_wait_seconds if decode_steps else math.inf,
         )
         reserved = (rows_left + 1) // 2
-        steps: list[Step] = []
-        for generation in sorted(prefilling, key=self._cache.pending):
-            if generation is prefilling[0]:
+        steps: list[SequenceStep] = []
+        for sequence in sorted(prefilling, key=self._cache.pending):
+            if sequence is prefilling[0]:
                 reserved = 0
-            pending = self._cache.pending(generation)
-            rows = min(rows_left - reserved, pending, logits_left if generation.scores_prompt else pending)
+            pending = self._cache.pending(sequence)
+            rows = min(rows_left - reserved, pending, logits_left if sequence.scores_prompt else pending)
             if rows <= 0 or logits_left <= 0:
                 continue
-            steps.append(self._step(generation, rows, 0))
+            steps.append(self._step(sequence, rows, 0))
             rows_left -= rows
-            logits_left -= rows if generation.scores_prompt else 1
+            logits_left -= rows if sequence.scores_prompt else 1
             if len(steps) == 1 and rows == pending:
                 rows_left = min(rows_left, self._rows_beside_first_token(len(decode_steps) + rows, rows_left))
                 reserved = min(reserved, rows_left)
@@ -225,41 +225,41 @@ class Scheduler:
         seconds = self.drafters.controller.target_cost.curve(rows + most, self._kv_len())
         return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
 
-    def _step(self, generation: Generation, rows: int, max_drafts: int) -> Step:
-        cached = self.target.end(generation.slot)
-        return Step(generation, cached, rows, max_drafts, running=len(self._running))
+    def _step(self, sequence: TextSequence, rows: int, max_drafts: int) -> SequenceStep:
+        computed = self.target.num_computed_tokens(sequence.slot)
+        return SequenceStep(sequence, computed, rows, max_drafts, running=len(self._running))
 
     def _kv_len(self) -> int:
-        return self.target.kv_len([generation.slot for generation in self._running])
+        return self.target.kv_len([sequence.slot for sequence in self._running])
 
-    def _postprocess(self, steps: list[Step], started: float) -> None:
+    def _postprocess(self, steps: list[SequenceStep], started: float) -> None:
         """Finish a round: turn new tokens into text, end what is complete, and record what each sequence got."""
         errors = {step.sequence: step.error for step in steps if step.error}
-        for generation in self._running:
-            if generation in errors:
+        for sequence in self._running:
+            if sequence in errors:
                 continue
-            with Contained(generation.info.request, generation.fail):
-                generation.read_new_tokens()
-                if generation.max_tokens == 0 and not self._cache.pending(generation):
-                    generation.end("length")
+            with Contained(sequence.info.request, sequence.fail):
+                sequence.read_new_tokens()
+                if sequence.max_tokens == 0 and not self._cache.pending(sequence):
+                    sequence.end("length")
         self._recorder.record_round(steps, started, self.clock())
         self._fail(errors)
-        self._end([generation for generation in self._running if generation.done])
+        self._end([sequence for sequence in self._running if sequence.done])
         self._cache.store()
 
     def _fail(self, errors: Mapping[Sequence, Exception]) -> None:
         """End sequences with errors; nothing of them stays cached."""
-        failed = [generation for generation in self._running if generation in errors]
-        for generation in failed:
-            logger.error("specserve: a sequence failed: %s", errors[generation])
-            generation.fail(errors[generation])
-            self._cache.clear(generation)
+        failed = [sequence for sequence in self._running if sequence in errors]
+        for sequence in failed:
+            logger.error("specserve: a sequence failed: %s", errors[sequence])
+            sequence.fail(errors[sequence])
+            self._cache.clear(sequence)
         self._end(failed)
 
-    def _end(self, ended: list[Generation]) -> None:
+    def _end(self, ended: list[TextSequence]) -> None:
         """Free the slots of sequences that have ended, and record that."""
-        for generation in ended:
-            self._running.remove(generation)
-            self._cache.release(generation)
+        for sequence in ended:
+            self._running.remove(sequence)
+            self._cache.release(sequence)
             self._waiting.slot_is_free()
-            self._recorder.record_end(generation.end_record(self.clock()))
+            self._recorder.record_end(sequence.end_record(self.clock()))

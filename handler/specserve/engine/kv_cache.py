@@ -84,7 +84,7 @@ class KVCache:
     def start(self, slot: int) -> int:
         return self._start[slot]
 
-    def end(self, slot: int) -> int:
+    def num_computed_tokens(self, slot: int) -> int:
         return self._start[slot] + len(self._tokens[slot])
 
     def length(self, slot: int) -> int:

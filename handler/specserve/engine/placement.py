@@ -169,7 +169,7 @@ class Placement:
         self._next_log = -math.inf
         pool.run_on(self.cores)
 
-    def begin_round(self) -> None:
+    def choose_cores(self) -> None:
         """Choose the cores of the next passes; to be called before each round."""
         now = self._clock()
         looks = now >= self._next_look

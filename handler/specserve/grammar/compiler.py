@@ -76,7 +76,7 @@ class GrammarCompiler:
         """Build the index of the vocabulary before the first request: that takes 1.5 to 3.5 s for 151,936 tokens."""
         _ = self.tokenizer, self._thread
 
-    def begin_round(self, max_seconds: float) -> None:
+    def limit_masks(self, max_seconds: float) -> None:
         """Limit the time that all masks of the next round may take in the engine's thread; later ones are deferred."""
         self._round_budget.spent_seconds, self._round_budget.max_seconds = 0.0, max_seconds
 

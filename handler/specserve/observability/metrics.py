@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.records import EndRecord
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 Kind = Literal["counter", "gauge", "histogram"]
 # Prompt families come from clients: this many have a label of their own, the others share `other`.
@@ -81,7 +81,7 @@ class Metrics:
         # By request and choice, how many of a sequence's last rounds had no drafts.
         self._rounds_without_drafts: dict[tuple[str, int], int] = {}
 
-    def round(self, step: Step) -> None:
+    def round(self, step: SequenceStep) -> None:
         info = step.sequence.info
         family = self.family(info.family)
         self._count(DRAFT_SECONDS, step.seconds.draft, family)

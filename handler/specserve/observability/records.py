@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from specserve.errors import LoggedOnce
 from specserve.sequence import RequestInfo
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 _FAMILY = re.compile(r"[a-z0-9_-]{1,32}")
 
@@ -36,7 +36,7 @@ class EndRecord(NamedTuple):
 class Observer(Protocol):
     """Is told of every step of a round, and of every end."""
 
-    def round(self, step: Step) -> None:
+    def round(self, step: SequenceStep) -> None:
         """A sequence took part in a round; its tokens have been read, and its time shares are known."""
 
     def end(self, record: EndRecord) -> None: ...
@@ -49,7 +49,7 @@ class Recorder:
         self._observers = observers
         self._contained = LoggedOnce("metrics or traces are incomplete from now on")
 
-    def record_round(self, steps: list[Step], started: float, now: float) -> None:
+    def record_round(self, steps: list[SequenceStep], started: float, now: float) -> None:
         """Record a round that began at `started`, after its tokens have been read."""
         other_seconds = now - started - sum(step.seconds.draft + step.seconds.target for step in steps)
         pass_seconds = sum(step.seconds.target_pass for step in steps)

@@ -15,7 +15,7 @@ from specserve.observability.metrics import Served
 from specserve.observability.records import EndRecord
 from specserve.private_file import open_private
 from specserve.sequence import RequestInfo
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 # The number of files, and the bytes of each; the oldest is deleted first.
 _FILES, _BYTES = 5, 20 * 2**20
@@ -43,10 +43,10 @@ class Trace(RotatingFileHandler):
         del record
         raise  # noqa: PLE0704 - the error is being handled
 
-    def round(self, step: Step) -> None:
+    def round(self, step: SequenceStep) -> None:
         fields = {
             "position": step.position,
-            "kv_len": step.cached,
+            "kv_len": step.num_computed_tokens,
             "drafts": step.drafted_by,
             "accepted": step.accepted,
             "tokens": len(step.emitted),

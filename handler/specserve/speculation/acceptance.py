@@ -17,7 +17,7 @@ import numpy as np
 
 from specserve.sampling.logits import TargetDistributions
 from specserve.sequence import Sequence
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 # `benchmarks/simulate.py --set acceptance._FADE=.7` prints what another value changes.
 
@@ -92,7 +92,7 @@ class Acceptance:
         """The acceptance probability of a token that the draft model has not drafted yet."""
         return self._averages.get(sequence, _FIRST)
 
-    def learn_from(self, step: Step, p: TargetDistributions, committed: list[int]) -> None:
+    def learn_from(self, step: SequenceStep, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
 
         Those were refused at the first position, which is always reached. Without them a drafter that was wrong for a
@@ -116,7 +116,7 @@ class Acceptance:
         if len(committed) > n_accepted:
             self._learn_alternatives(step, committed[n_accepted])
 
-    def _learn_average(self, step: Step, p: TargetDistributions, outcomes: list[float]) -> None:
+    def _learn_average(self, step: SequenceStep, p: TargetDistributions, outcomes: list[float]) -> None:
         """Let the average follow the outcomes of the model's drafts, or what the target's confidence lets expect.
 
         Without drafts only that shows when they would be accepted again; it takes 0.2 ms.
@@ -131,7 +131,7 @@ class Acceptance:
             average = _FADE * average + (1 - _FADE) * accepted
         self._averages[step.sequence] = average
 
-    def _learn_alternatives(self, step: Step, recovered: int) -> None:
+    def _learn_alternatives(self, step: SequenceStep, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""
         calibration = self._calibration(step.sequence, "alternative")
         rejected = step.drafts[step.n_accepted : step.n_accepted + 1]

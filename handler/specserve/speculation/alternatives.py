@@ -17,7 +17,7 @@ from specserve.sampling.distribution import FloatArray
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.policy import Prices, rows_worth_adding
 from specserve.speculation.rejection import RULES, likeliest
-from specserve.speculation.step import Alternative, Draft, Step
+from specserve.speculation.step import Alternative, Draft, SequenceStep
 
 # Alternatives to a draft that are considered: 4 instead of 2 bring 1 to 5 % at temperature 0.8
 # (benchmarks/decisions/tried.md).
@@ -27,7 +27,9 @@ _CHOICES = 4
 _LEAST_GAIN = 0.005
 
 
-def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Acceptance) -> tuple[Alternative, ...]:
+def alternatives_to(
+    draft: Draft, step: SequenceStep, logits: FloatArray, acceptance: Acceptance
+) -> tuple[Alternative, ...]:
     """The draft model's next choices after a draft, the likeliest to be recovered first.
 
     The step has not got the draft yet; the logits, shape (vocabulary,), are those that a greedy draft is the argmax of.
@@ -61,7 +63,7 @@ def alternatives_to(draft: Draft, step: Step, logits: FloatArray, acceptance: Ac
 
 
 def choose_alternatives(
-    steps: abc.Sequence[Step], max_alternatives: int, prices: Prices, end_tokens: Container[int]
+    steps: abc.Sequence[SequenceStep], max_alternatives: int, prices: Prices, end_tokens: Container[int]
 ) -> None:
     """Let the target read the alternatives that are likely to be recovered, as many as pay for their rows.
 

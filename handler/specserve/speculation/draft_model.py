@@ -10,7 +10,7 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import DraftError, EngineError
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 # The most rows of a pass that other sequences wait for: with 32 instead of 16 the 99th percentile of two clients' gaps
 # is a tenth longer (Zen 4; benchmarks/load.py --ours --clients 2 --requests 2 --turns 2 --max-tokens 256).
@@ -46,15 +46,15 @@ class DraftModel:
         # Rows of the last pass, and the KV length that the average one attended to.
         self._last = 0, 0
 
-    def draft_prefill(self, step: Step) -> int:
+    def draft_prefill(self, step: SequenceStep) -> int:
         """How many tokens it reads before it can draft the next one."""
         return min(step.length, self._window) if self._begins_anew(step) else self._lag(step)
 
-    def can_read(self, step: Step) -> bool:
+    def can_read(self, step: SequenceStep) -> bool:
         """Whether its vocabulary has every token that it may have to read."""
         return max(step.tokens_from(max(0, step.length - self._window)), default=0) < self.cache.engine.width
 
-    def read(self, steps: list[Step], *, is_shared: bool = False) -> dict[int, FloatArray]:
+    def read(self, steps: list[SequenceStep], *, is_shared: bool = False) -> dict[int, FloatArray]:
         """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
 
         Each step gets its share of the seconds that the cost table gives for the pass. One that others wait for
@@ -76,7 +76,7 @@ class DraftModel:
                     break
                 step, slot = steps[index], steps[index].sequence.slot
                 self._begin(step)
-                first = self.cache.end(slot)
+                first = self.cache.num_computed_tokens(slot)
                 unread = step.tokens_from(first)[: max_rows - len(rows)]
                 rows += [
                     Row(token, slot, position, wants_logits=position == step.length - 1)
@@ -103,22 +103,22 @@ class DraftModel:
         if rows:
             self.cost.observe(rows, kv_len, seconds)
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: SequenceStep) -> None:
         """Set where a sequence is read from: after what its slot, or a copy of another one, holds of it."""
         cache, sequence, slot = self.cache, step.sequence, step.sequence.slot
         if self._lag(step) > 2:
             # The last token is always read: its logits are those that are drafted from.
             prefixes = cache.prefixes(sequence.info.owner, sequence.tokens, len(sequence.tokens) - 1)
             source = max(range(cache.n_slots), key=lambda other: prefixes[other])
-            if prefixes[source] > cache.end(slot):
+            if prefixes[source] > cache.num_computed_tokens(slot):
                 cache.copy(source, slot, prefixes[source])
         if self._begins_anew(step):
             cache.restart(slot, step.length - min(step.length, self._window))
 
-    def _lag(self, step: Step) -> int:
-        return step.length - self.cache.end(step.sequence.slot)
+    def _lag(self, step: SequenceStep) -> int:
+        return step.length - self.cache.num_computed_tokens(step.sequence.slot)
 
-    def _begins_anew(self, step: Step) -> bool:
+    def _begins_anew(self, step: SequenceStep) -> bool:
         """Whether its slot has too little of a sequence, or no room for it."""
         is_full = step.length - self.cache.start(step.sequence.slot) > self._context_length
         return is_full or self._lag(step) > self._window

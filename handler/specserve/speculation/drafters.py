@@ -26,7 +26,7 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
-from specserve.speculation.step import Draft, Step
+from specserve.speculation.step import Draft, SequenceStep
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Drafters:
             proposer.forget(sequence)
 
     def draft(
-        self, steps: list[Step], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
+        self, steps: list[SequenceStep], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
     ) -> None:
         """Add drafts and alternatives to the steps of a round, together at most `max_drafts` for each.
 
@@ -76,7 +76,7 @@ class Drafters:
         decoding = [step.sequence for step in steps if not step.in_prefill]
         prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
         prices.rows = sum(step.rows for step in steps)
-        drafting = self.controller.begin_round(steps, prices)
+        drafting = self.controller.steps_to_draft(steps, prices)
         for step in drafting:
             with step.contained():
                 self._draft_proposal(step, prices)
@@ -89,7 +89,7 @@ class Drafters:
                 return
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
-    def _draft_proposal(self, step: Step, prices: Prices) -> None:
+    def _draft_proposal(self, step: SequenceStep, prices: Prices) -> None:
         """Draft what the first proposer has that is worth verifying."""
         sequence = step.sequence
         if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
@@ -120,17 +120,17 @@ class Drafters:
                 step.refused.append(proposed[0])
 
     @staticmethod
-    def _add(step: Step, draft: Draft, prices: Prices) -> None:
+    def _add(step: SequenceStep, draft: Draft, prices: Prices) -> None:
         step.drafts.append(draft)
         prices.rows += 1
 
-    def _chosen_for_model(self, drafting: list[Step], prices: Prices) -> list[Step]:
+    def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[SequenceStep]:
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
         chosen, _ = choose_for_model([candidate for _, candidate in candidates], prices)
         return [candidates[index][0] for index in chosen]
 
-    def _candidate(self, step: Step, prices: Prices) -> Candidate | None:
+    def _candidate(self, step: SequenceStep, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
         if self.model is None or step.sequence.speculation.drafter not in {None, "model"} or step.model_ended:
             return None
@@ -138,7 +138,7 @@ class Drafters:
             return None
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
-    def _draft_by_model(self, model: DraftModel, steps: list[Step], prices: Prices, *, is_shared: bool) -> None:
+    def _draft_by_model(self, model: DraftModel, steps: list[SequenceStep], prices: Prices, *, is_shared: bool) -> None:
         """Draft one token for each of these steps in one pass, and what proposers add.
 
         Raises:
@@ -157,7 +157,7 @@ class Drafters:
         has_masks = any(step.sequence.constraint is not None for step in steps)
         model.observe_cost((read if has_masks else self._clock()) - began)
 
-    def _sample(self, logits: FloatArray, step: Step, prices: Prices) -> bool:
+    def _sample(self, logits: FloatArray, step: SequenceStep, prices: Prices) -> bool:
         """Sample a draft token from the model's logits; False where the grammar leaves none."""
         sequence = step.sequence
         try:

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from specserve.sequence import Sequence
 from specserve.speculation.acceptance import Acceptance
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 # `benchmarks/simulate.py --set policy._LOSS_PASSES=5` prints what another value changes.
 
@@ -135,7 +135,7 @@ class Balance:
         """Whether its drafts have cost more, net of what they brought, than they may; that grows with the text."""
         return self._loss > _LOSS_PASSES + _LOSS_SHARE * self._tokens
 
-    def count_round(self, step: Step) -> None:
+    def count_round(self, step: SequenceStep) -> None:
         """Account for a decode round; plain decoding would have given one token in one pass."""
         extra = (step.seconds.target_drafts + step.seconds.draft_model) / step.seconds.plain
         self._tokens += step.n_committed
@@ -185,7 +185,7 @@ class Controller:
             draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,
         )
 
-    def max_drafts(
+    def draft_limits(
         self,
         decoding: abc.Sequence[Sequence],
         *,
@@ -218,7 +218,7 @@ class Controller:
             most = max((gamma for gamma, wait in enumerate(waits) if wait <= max_wait_seconds), default=0)
         return [max(0, min(drafts, most)) for drafts in asked]
 
-    def begin_round(self, steps: abc.Sequence[Step], prices: Prices) -> list[Step]:
+    def steps_to_draft(self, steps: abc.Sequence[SequenceStep], prices: Prices) -> list[SequenceStep]:
         """The steps that could get drafts, without any yet: beside many sequences asking all takes 2 % of a round.
 
         It takes note in those that the draft model drafts nothing for.
@@ -234,7 +234,7 @@ class Controller:
         return able if rows_pay else fixed
 
     def proposal_length(
-        self, step: Step, probabilities: list[float], by_model: Candidate | None, prices: Prices
+        self, step: SequenceStep, probabilities: list[float], by_model: Candidate | None, prices: Prices
     ) -> int:
         """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
@@ -258,7 +258,7 @@ class Controller:
         by_model = by_model._replace(limit=min(by_model.limit, length))
         return length if gain > choose_for_model([by_model], prices)[1] else 0
 
-    def candidate(self, step: Step, pending: int, prices: Prices) -> Candidate | None:
+    def candidate(self, step: SequenceStep, pending: int, prices: Prices) -> Candidate | None:
         """What is known of a step before the draft model reads `pending` tokens and drafts the next one.
 
         None while drafts have lost too much for the sequence's length; other drafters go on.
@@ -285,5 +285,5 @@ class Controller:
         return self._lengths[constraint is not None and not constraint.allows_text]
 
 
-def _is_fixed(step: Step) -> bool:
+def _is_fixed(step: SequenceStep) -> bool:
     return step.sequence.speculation.mode == "fixed"

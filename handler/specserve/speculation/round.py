@@ -1,8 +1,9 @@
 """One round of speculative decoding over all running sequences: draft, verify, accept.
 
-One round of one sequence, whose tokens are [a b c]; the target's cache holds a and b (`Step.cached` 2), c is pending:
+One round of one sequence, whose tokens are [a b c]. The target's cache holds a and b (`num_computed_tokens` is 2), and
+c is pending:
 
-    draft   d, e                          at most `Step.max_drafts` tokens, after c; here gamma is 2
+    draft   d, e                          at most `SequenceStep.max_drafts` tokens, after c; here gamma is 2
     target  rows c, d, e                  one pass; their logits give p_0 (after c), p_1 (after d), p_2 (after e)
     verify  n_accepted 1, x               d is accepted, e is rejected, and x is recovered in its place
     accept  tokens [a b c d x]            e is truncated from the cache, which holds a to d; x is the next pending token
@@ -32,13 +33,13 @@ from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.policy import Controller
 from specserve.speculation.rejection import RULES, accept_equal
-from specserve.speculation.step import Step
+from specserve.speculation.step import SequenceStep
 
 
 def run_round(
     target: KVCache,
     drafters: Drafters,
-    steps: list[Step],
+    steps: list[SequenceStep],
     clock: Callable[[], float] = perf_counter,
     *,
     awaiting_first_token: int = 0,
@@ -88,7 +89,7 @@ def run_round(
 
 
 def _share_time(
-    steps: list[Step], costs: PassCosts, kv_len: int, *, draft_seconds: float, target_seconds: float
+    steps: list[SequenceStep], costs: PassCosts, kv_len: int, *, draft_seconds: float, target_seconds: float
 ) -> None:
     """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
 
@@ -113,7 +114,7 @@ def _share_time(
         step.seconds.target = target_seconds * target_part / sum(passes)
 
 
-def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray) -> None:
+def _accept(target: KVCache, drafters: Drafters, step: SequenceStep, logits: FloatArray) -> None:
     """Commit the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
 
     The caches then hold what is committed, but for its last token. An error leaves them to the caller.
@@ -137,7 +138,7 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
             # What the next round without drafts would do, whose row the target has read already.
             adopted, after_alternatives = places.index(recovered), after_pending[len(step.drafts) + 1 :]
             target.adopt(sequence.slot, adopted)
-            after = Step(sequence, cached=len(sequence.tokens) - 1, rows=1)
+            after = SequenceStep(sequence, num_computed_tokens=len(sequence.tokens) - 1, rows=1)
             # A grammar that cannot be followed from here fails in the next round, as without alternatives.
             with suppress(ConstraintError):
                 # Without the mask after it an alternative gives no further token.
@@ -151,7 +152,7 @@ def _accept(target: KVCache, drafters: Drafters, step: Step, logits: FloatArray)
         controller.balance(sequence).count_round(step)
 
 
-def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
+def _commit(controller: Controller, step: SequenceStep, logits: FloatArray) -> int:
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many tokens.
 
     The logits are the target's rows, from that of the sequence's last token on.
@@ -178,12 +179,12 @@ def _commit(controller: Controller, step: Step, logits: FloatArray) -> int:
     if sequence.keeps_sources:
         sequence.sources += step.drafted_by[: step.n_accepted]
         sequence.sources += ["target"] * (len(committed) - step.n_accepted)
-    # `Generation` cuts what follows EOS or a stop string.
+    # `TextSequence` cuts what follows EOS or a stop string.
     sequence.tokens += committed
     return len(committed)
 
 
-def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
+def _verify(p: TargetDistributions, step: SequenceStep) -> tuple[int, int | None]:
     """The number of accepted drafts, and the rule's own token; None where the mask after all drafts is missing.
 
     p raises `MaskDeferred` where the round has no more time for masks, and `ConstraintError` where a grammar cannot be
@@ -209,12 +210,12 @@ def _verify(p: TargetDistributions, step: Step) -> tuple[int, int | None]:
     return len(step.drafts), None
 
 
-def _score_prompt(step: Step, logits: FloatArray) -> None:
+def _score_prompt(step: SequenceStep, logits: FloatArray) -> None:
     """Score the tokens of the prompt that follow the rows of a step; nothing follows the last."""
     sequence = step.sequence
-    following = sequence.tokens[step.cached + 1 : sequence.prompt_length]
+    following = sequence.tokens[step.num_computed_tokens + 1 : sequence.prompt_length]
     # A sequence that was preempted reads again what has its scores.
-    again = len(sequence.prompt_scores) - step.cached
+    again = len(sequence.prompt_scores) - step.num_computed_tokens
     sequence.prompt_scores += [
         score(row, token, sequence.top_logprobs or 0)
         for row, token in zip(logits[again:], following[again:], strict=False)

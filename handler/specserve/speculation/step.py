@@ -1,6 +1,6 @@
 """One sequence's part of a round: what the scheduler plans, what is drafted and committed, and its part of the time.
 
-The scheduler makes a `Step`, the round fills it in (round.py), and statistics, metrics and traces read it.
+The scheduler makes a `SequenceStep`, the round fills it in (round.py), and statistics, metrics and traces read it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class TimeShare:
 
 
 @dataclass(eq=False)
-class Step:
+class SequenceStep:
     """What one sequence does in one round."""
 
     # The scheduler plans.
     sequence: Sequence
-    cached: int  # tokens of it that the target's cache holds before the round
+    num_computed_tokens: int  # tokens of it that the target's cache holds before the round
     rows: int  # of its pending tokens that the target reads; fewer than all in a prefill chunk but the last
     max_drafts: int = 0  # rows for draft tokens and alternatives; 0 in a prefill
     running: int = 1  # sequences
@@ -89,8 +89,8 @@ class Step:
     def __post_init__(self) -> None:
         sequence = self.sequence
         self.position = sequence.generated
-        self.in_prefill = not sequence.generated or self.cached + 1 < len(sequence.tokens)
-        self.commits = self.cached + self.rows == len(sequence.tokens) and sequence.remaining > 0
+        self.in_prefill = not sequence.generated or self.num_computed_tokens + 1 < len(sequence.tokens)
+        self.commits = self.num_computed_tokens + self.rows == len(sequence.tokens) and sequence.remaining > 0
         # A position that is drafted again gets new uniform numbers, by `round_number`, but the same race, by
         # `position` + index.
         self.noise = Noise(
@@ -179,11 +179,11 @@ class Step:
 
     def target_rows(self) -> list[Row]:
         """The rows of the target's pass: pending tokens, then draft tokens, then alternatives."""
-        sequence, after = self.sequence, self.cached + self.rows
-        tokens = sequence.tokens[self.cached : after] + self.draft_tokens
+        sequence, after = self.sequence, self.num_computed_tokens + self.rows
+        tokens = sequence.tokens[self.num_computed_tokens : after] + self.draft_tokens
         without_logits = self.rows - self.rows_with_logits
         rows = [
-            Row(token, sequence.slot, self.cached + number, number >= without_logits)
+            Row(token, sequence.slot, self.num_computed_tokens + number, number >= without_logits)
             for number, token in enumerate(tokens)
         ]
         rows += [

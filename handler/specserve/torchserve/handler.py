@@ -8,9 +8,9 @@ TorchServe calls `handle` again and again while requests are live, with an entry
 - An exception would become the answer to all entries, so whatever one of them raises is contained.
 
 Four threads share the work. TorchServe's thread runs `handle`: it owns the responses and replies. The engine thread
-runs rounds in slices of some milliseconds (engine_loop.py); during a slice it owns the scheduler, its generations, both
+runs rounds in slices of some milliseconds (engine_loop.py); during a slice it owns the scheduler, its sequences, both
 models, the metrics and the trace, and between slices TorchServe's thread does. The parser's two threads turn bodies
-into responses with generations (parser.py).
+into responses with sequences (parser.py).
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
 replies, and starts the next one, which runs while TorchServe sends the replies.
@@ -85,7 +85,7 @@ class Handler:
             models.drafters,
             prefill_rows=PREFILL_ROWS,
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
-            begin_masks=models.grammars.begin_round,
+            limit_masks=models.grammars.limit_masks,
             observers=[self._metrics, *open_traces(config.trace, served)],
             store=open_store(config, models),
         )
@@ -156,14 +156,14 @@ class Handler:
             seconds = _STREAM_STATUS_SECONDS if response.streams else _STATUS_SECONDS
             response.silent_until = parsing.arrival + (0.0 if parsing.is_long else seconds)
             with Contained(request_id, response.fail):
-                for generation in response.generations:
-                    if not generation.done:
-                        self._scheduler.submit(generation, time.monotonic() - parsing.arrival)
+                for sequence in response.sequences:
+                    if not sequence.done:
+                        self._scheduler.submit(sequence, time.monotonic() - parsing.arrival)
 
     def _cancel(self, request_id: str, response: Response) -> None:
-        for generation in response.generations:
+        for sequence in response.sequences:
             with Contained(request_id, response.fail):
-                self._scheduler.cancel(generation)
+                self._scheduler.cancel(sequence)
 
     def _reply_or_fail(self, context: types.Context, index: int, response: Response) -> str:
         """What this call sends to one entry; where writing that raises, the error."""

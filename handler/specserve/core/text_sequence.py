@@ -38,7 +38,7 @@ class TextParams:
 
 
 @dataclass(eq=False, repr=False)
-class Generation(Sequence):
+class TextSequence(Sequence):
     """A sequence that is turned into text, up to EOS, a stop string or token, or the last allowed token."""
 
     vocabulary: Vocabulary

@@ -112,12 +112,12 @@ def busy_model(stack: ExitStack, port: int) -> Neighbour:
     state = State(port)
     handler = Path(__file__).with_name("busy_handler.py")
     write_mar(state.model_store / "busy.mar", "1.0", handler.name, {handler.name: handler, "torch.py": TORCH_STUB})
-    management = f"http://127.0.0.1:{state.ports.management}/models"
+    management = f"http://127.0.0.1:{state.ports['management']}/models"
     keys = {kind: {"Authorization": f"Bearer {state.key(kind)}"} for kind in ("inference", "management")}
     asked = {"url": "busy.mar", "initial_workers": "1", "synchronous": "true"}
     requests.post(management, params=asked, headers=keys["management"], timeout=120).raise_for_status()
     stack.callback(lambda: requests.delete(f"{management}/busy", headers=keys["management"], timeout=60))
-    url = f"http://127.0.0.1:{state.ports.inference}/predictions/busy"
+    url = f"http://127.0.0.1:{state.port}/predictions/busy"
     post = partial(requests.post, url, json={"seconds": 0.5}, headers=keys["inference"], timeout=60)
     return lambda: repeated(post)
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,12 @@ class DraftError(EngineError):
     """The draft model failed; every sequence can continue without it."""
 
 
+@dataclass(eq=False)
 class ConstraintError(SpecserveError):
-    """No token can follow by a grammar, or it is too costly to follow; its sequence cannot continue."""
+    """A sequence cannot continue: no token is allowed, or its grammar is too costly to follow."""
 
-    code: ClassVar[str] = "grammar_too_costly"
-
-
-class NoTokenError(ConstraintError):
-    """A request's biases, restrictions and grammar together forbid every token; its sequence cannot continue."""
-
-    code = "invalid_value"
+    message: str
+    code: str = field(default="grammar_too_costly", kw_only=True)
 
 
 class MaskDeferred(SpecserveError):

@@ -65,7 +65,7 @@ def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: Gr
         prompts = Tokenizer(vocabulary, CONFIG).completion(request)
     else:
         request = chat_of(request)
-    _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS[-1].syntax)
+    _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS["any"][1])
     return [sequence for group in groups for sequence in group]
 
 

@@ -73,7 +73,7 @@ def published() -> Iterator[Loaded]:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_default_pair_is_batch_invariant(role: str) -> None:
     """The target is the published file."""
-    loaded = load(getattr(prepare(DEFAULT_CONFIG), role), "auto")
+    loaded = load(prepare(DEFAULT_CONFIG)[role], "auto")
     assert loaded.difference == 0
     loaded.engine.close()
     loaded.model.close()

@@ -58,7 +58,7 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
 
 def forms_of(name: str) -> tuple[CallForm, ...]:
     """The forms of a format of the table."""
-    return next(found.syntax.forms for found in FORMATS if found.name == name)
+    return FORMATS[name][1].forms
 
 
 def read(reader: AnswerReader, pieces: Sequence[str]) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from constraints import Alternating
-from specserve.errors import NoTokenError
+from specserve.errors import ConstraintError
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sampling.logits import penalise, process_logits
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
@@ -84,7 +84,7 @@ def test_tokens_that_a_request_forbids_have_probability_0() -> None:
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
     assert possible([3], allowed_tokens=(7,), **early) == [7]
-    with pytest.raises(NoTokenError):
+    with pytest.raises(ConstraintError, match="no token"):
         possible([], allowed_tokens=(7,), logit_bias=((7, -np.inf),))
 
 
@@ -94,7 +94,7 @@ def test_a_grammar_and_biases_that_leave_no_token_say_so() -> None:
     sequence = Sequence([1], SamplingParams(logit_bias=odd), SpeculationParams(), max_tokens=9, constraint=grammar)
     logits = np.arange(VOCABULARY, dtype=np.float32)
     assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [0, 2, 4, 6]
-    with pytest.raises(NoTokenError):
+    with pytest.raises(ConstraintError, match="no token"):
         process_logits(logits, sequence, [2])
     # Logits that are no numbers are the model's failure.
     assert np.isnan(process_logits(np.full(VOCABULARY, np.nan), sequence, [2])).any()

@@ -64,7 +64,7 @@ def in_java(text: str) -> dict[str, str]:
 def test_a_port_in_use_is_named_with_what_to_do(state: State) -> None:
     require_stopped(state)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", state.ports.metrics))
+        taken.bind(("127.0.0.1", state.ports["metrics"]))
         taken.listen()
         with pytest.raises(EnvironmentFailure, match=r"port 18082 is taken .* --port \(this .* 18080 to 18084\)"):
             require_stopped(state)

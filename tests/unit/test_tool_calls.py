@@ -45,7 +45,7 @@ TOOLS: dict[str, dict[str, Any]] = {
         "$defs": {"step": {**CLOSED, "properties": STEP, "required": ["do", "date"]}},
     },
 }
-SYNTAX = {found.name: found.syntax for found in FORMATS}
+SYNTAX = {name: syntax for name, (_, syntax) in FORMATS.items()}
 QWEN = SYNTAX["Qwen, Hermes"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
 from specserve.api.body import Body, Items, Part, Text
 from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
@@ -165,7 +165,7 @@ class CountRequest(GenerationRequest):
             "response_format": written or self.response_format,
             "chat_template_kwargs": self.thinking and {"enable_thinking": self.thinking.type != "disabled"},
         }
-        return parse_body(generation_fields(self) | chat, ChatRequest)
+        return parse_body(self.shared_fields | chat, ChatRequest)
 
 
 class MessagesRequest(CountRequest):

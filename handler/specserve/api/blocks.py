@@ -12,7 +12,6 @@ from pydantic_core import from_json
 
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.body import Body
-from specserve.api.request_schema import GenerationRequest
 from specserve.api.response import GenerationResponse
 from specserve.errors import RequestError
 
@@ -51,11 +50,6 @@ class Block:
         except ValueError:  # such as half of a surrogate pair, which JSON can spell
             return {}
         return arguments if isinstance(arguments, dict) else {}
-
-
-def generation_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of any sequence that a request sets, for the chat that it becomes."""
-    return {name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set}
 
 
 class BlocksResponse(GenerationResponse, ABC):

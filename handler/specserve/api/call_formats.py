@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.tool_calls import CallSyntax
 
@@ -27,30 +25,22 @@ _LLAMA_BARE = CallForm("", '{~"name"~:~"NAME"~,~"parameters"~:~ARGUMENTS~}', onl
 _LLAMA_TAGGED = CallForm("<|python_tag|>", '{"name": "NAME", "parameters": ARGUMENTS}', tag="<|python_tag|>")
 
 
-class CallFormat(NamedTuple):
-    """How models write calls whose chat template has all of `marks`, texts of it."""
-
-    name: str
-    marks: tuple[str, ...]
-    syntax: CallSyntax
-
-
-# The first one whose marks a template has; the last one has none.
-FORMATS = (
-    CallFormat("Mistral, named", ("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
-    CallFormat("Mistral, spaced", ("[TOOL_CALLS] [",), CallSyntax((_MISTRAL_SPACED,))),
-    CallFormat("Mistral", ("[TOOL_CALLS]",), CallSyntax((_MISTRAL,))),
-    CallFormat("Granite", ("<|tool_call|>",), CallSyntax((_GRANITE,))),
-    CallFormat("Granite, plain tag", ("<tool_call>[",), CallSyntax((_GRANITE_2,))),
-    CallFormat("Qwen, Hermes", ("<tool_call>",), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
-    CallFormat("Llama", ('"parameters": ',), CallSyntax((_LLAMA, _LLAMA_TAGGED, _LLAMA_BARE), "; ")),
-    CallFormat("any", (), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
-)
+# Of those whose marks a template has all, the first is its format; `any` has no marks.
+FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
+    "Mistral, named": (("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
+    "Mistral, spaced": (("[TOOL_CALLS] [",), CallSyntax((_MISTRAL_SPACED,))),
+    "Mistral": (("[TOOL_CALLS]",), CallSyntax((_MISTRAL,))),
+    "Granite": (("<|tool_call|>",), CallSyntax((_GRANITE,))),
+    "Granite, plain tag": (("<tool_call>[",), CallSyntax((_GRANITE_2,))),
+    "Qwen, Hermes": (("<tool_call>",), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
+    "Llama": (('"parameters": ',), CallSyntax((_LLAMA, _LLAMA_TAGGED, _LLAMA_BARE), "; ")),
+    "any": ((), CallSyntax((_QWEN, *_UNTAGGED), "\n")),
+}
 
 
-def format_of(template: str) -> CallFormat:
-    """Return the format of the calls that a chat template shows."""
-    return next(found for found in FORMATS if all(mark in template for mark in found.marks))
+def format_of(template: str) -> str:
+    """Return the name of the format of the calls that a chat template shows."""
+    return next(name for name, (marks, _) in FORMATS.items() if all(mark in template for mark in marks))
 
 
 # Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A and Seed-OSS.

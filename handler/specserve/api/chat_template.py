@@ -15,7 +15,7 @@ from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specserve.api.call_formats import format_of, thinking_tags
+from specserve.api.call_formats import FORMATS, format_of, thinking_tags
 from specserve.api.prompt import Prepare
 from specserve.api.request_schema import ChatRequest
 from specserve.engine.llama_model import LlamaModel
@@ -66,14 +66,13 @@ class ChatTemplate:
         self.problem: str | None = None
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
         # How the model writes tool calls and reasoning.
-        found = format_of(source)
-        self.calls = found.syntax
+        marks, self.calls = FORMATS[format_of(source)]
         self.thinking = thinking_tags(source)
         self._wants_short_ids = f"length != {_SHORT}" in source
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             # A template's own tool format is used only if the table of formats has it.
-            self._knows_tools = bool(found.marks) and "tools" in meta.find_undeclared_variables(parsed)
+            self._knows_tools = bool(marks) and "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
@@ -174,10 +173,9 @@ class ChatTemplate:
         """Say why a question cannot be rendered; it is fine if the template demands a system message."""
         try:
             text = self._rendered([{"role": "user", "content": _MARKER}], (), {})
-        except _RefusedError:
-            return None
         except _FAILURES as error:
-            return f"it fails: {_reason(error)}"
+            # Errors of Jinja's own have a subclass: this one is the template's `raise_exception`.
+            return None if type(error) is TemplateError else f"it fails: {_reason(error)}"
         return None if _MARKER in text else "it leaves out the text of a message"
 
 
@@ -214,17 +212,13 @@ def _with_short_ids(message: Message) -> Message:
     return {**message, **given, **({"tool_calls": calls} if calls else {})}
 
 
-class _RefusedError(TemplateError):
-    """A template has called `raise_exception`."""
-
-
 def _reason(error: Exception) -> str:
     """Return an error's message as the end of a sentence, without the lines of the template that Jinja adds."""
     return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
 
 
 def _raise(message: str) -> NoReturn:
-    raise _RefusedError(message)
+    raise TemplateError(message)
 
 
 def chat_template_of(model: LlamaModel) -> ChatTemplate | None:

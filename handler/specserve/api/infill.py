@@ -50,8 +50,8 @@ class InfillRequest(GenerationRequest):
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 
     def completion(self) -> CompletionRequest:
-        shared = {name: getattr(self, name) for name in self.model_fields_set & GenerationRequest.model_fields.keys()}
-        return CompletionRequest.model_construct(**{"temperature": 0.0, "max_tokens": -1, "prompt": "", **shared})
+        defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": -1, "prompt": ""}
+        return CompletionRequest.model_construct(**defaults | self.shared_fields)
 
 
 def infill_prompt(request: InfillRequest, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Prompt:

@@ -85,6 +85,11 @@ class GenerationRequest(SamplingFields, StructuredOutput):
         return self
 
     @property
+    def shared_fields(self) -> dict[str, Any]:
+        """The fields that it sets and that the request has, too, to which it is translated."""
+        return {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+
+    @property
     def limit_field(self) -> str:
         return "max_tokens"
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm, generation_fields
+from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
 from specserve.api.body import Body, Items, Text
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
@@ -97,7 +97,7 @@ class ResponsesRequest(GenerationRequest):
         choice = self.tool_choice
         # A schema beside its type is also llama.cpp's form of a chat's.
         written = self.text.format if self.text else None
-        chat = generation_fields(self) | {
+        chat = self.shared_fields | {
             "messages": rest,
             "max_tokens": self.max_tokens if self.max_output_tokens is None else self.max_output_tokens,
             "tools": [{"type": "function", "function": tool.function} for tool in self.offered()] or None,

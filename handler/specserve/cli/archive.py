@@ -33,9 +33,8 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
     """Prepare the models, as `prepare`; returns the model YAML with the absolute paths of the files to load."""
     document, config = load_yaml(config_file)
     handler = dict(document["handler"])
-    for role, path in prepare(config_file)._asdict().items():
-        if path:
-            handler[role] = {"path": str(path), "sha256": files.sha256(path)}
+    for role, path in prepare(config_file).items():
+        handler[role] = {"path": str(path), "sha256": files.sha256(path)}
 
     def absolute(path: Path) -> str:
         # A worker's current directory is one of TorchServe's.

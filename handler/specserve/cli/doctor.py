@@ -19,7 +19,7 @@ from rich.console import Console
 
 import specserve
 from specserve.cli import files, torchserve_process
-from specserve.cli.models import Prepared, prepare
+from specserve.cli.models import prepare
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
@@ -47,7 +47,7 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)  # the numbers from which the sentence was written
 
 
-def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
+def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Finding]:
     """Yield all findings, those of the fast checks first."""
     threads = usable_cores(handler.cores, handler.threads).threads
     yield check_machine(handler.threads or threads, prepared)
@@ -67,20 +67,20 @@ def examine(handler: HandlerConfig, prepared: Prepared) -> Iterator[Finding]:
             )
             return model, stack.enter_context(closing(engine))
 
-        model, target = loaded(prepared.target)
+        model, target = loaded(prepared["target"])
         yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
-        if prepared.draft:
-            draft_model, draft = loaded(prepared.draft)
+        if "draft" in prepared:
+            draft_model, draft = loaded(prepared["draft"])
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
             draft_cost = PassCosts(measure(draft))
         yield check_costs(target_cost, draft_cost)
 
 
-def check_machine(threads: int, prepared: Prepared) -> Finding:
+def check_machine(threads: int, prepared: dict[str, Path]) -> Finding:
     """Compare the threads with the cores, and the weights with the free memory."""
-    needed = sum(path.stat().st_size for path in prepared if path)
+    needed = sum(path.stat().st_size for path in prepared.values())
     free, cores = psutil.virtual_memory().available, usable_cores().threads
     found = f"{cores} cores may be used, {threads} threads compute; {free / 1e6:,.0f} MB of memory are free"
     facts = {"cores": cores, "threads": threads, "available_bytes": free}
@@ -149,7 +149,7 @@ def run(options: Namespace) -> int:
             if not options.json:
                 print(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}", flush=True)
     if options.json:
-        models = {str(path): files.sha256(path) for path in prepared if path}
+        models = {str(path): files.sha256(path) for path in prepared.values()}
         shown = [asdict(finding) for finding in findings]
         print(json.dumps({"config": str(options.config), "models": models, "findings": shown}, indent=1), flush=True)
     return 0 if all(finding.well for finding in findings) else 1

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import huggingface_hub
 from rich.console import Console
@@ -28,28 +27,21 @@ sys.exit(not write_pure_q4_0(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
-class Prepared(NamedTuple):
-    """The files that a worker loads."""
-
-    target: Path
-    draft: Path | None
-
-
-def prepare(config_file: Path) -> Prepared:
-    """Download and requantise the models of a configuration; files that exist already are reused.
+def prepare(config_file: Path) -> dict[str, Path]:
+    """Download and requantise the models of a configuration, and return their files, by role; existing ones are reused.
 
     Raises:
         ConfigError: the configuration is wrong.
         EnvironmentFailure: a file is not available.
         ModelLoadError: a file cannot be requantised.
     """
+    sources = {role: (model, fetch(model, config_file)) for role, model in _models(config_file).items()}
+    return {role: requantise(source) if model.requantise else source for role, (model, source) in sources.items()}
+
+
+def _models(config_file: Path) -> dict[str, ModelConfig]:
     _, handler = load_yaml(config_file)
-
-    def prepared(model: ModelConfig) -> Path:
-        source = fetch(model, config_file)
-        return source if model.requantise is None else requantise(source)
-
-    return Prepared(prepared(handler.target), None if handler.draft is None else prepared(handler.draft))
+    return {"target": handler.target} | ({"draft": handler.draft} if handler.draft else {})
 
 
 def fetch(model: ModelConfig, config_file: Path) -> Path:
@@ -156,14 +148,12 @@ def _write_requantised(source: Path, target: Path) -> None:
 
 
 def run_fetch(options: Namespace) -> int:
-    _, handler = load_yaml(options.config)
-    for model in filter(None, (handler.target, handler.draft)):
+    for model in _models(options.config).values():
         print(fetch(model, options.config), flush=True)
     return 0
 
 
 def run_prepare(options: Namespace) -> int:
-    for role, path in prepare(options.config)._asdict().items():
-        if path:
-            print(f"{role}: {path}", flush=True)
+    for role, path in prepare(options.config).items():
+        print(f"{role}: {path}", flush=True)
     return 0

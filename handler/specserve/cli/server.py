@@ -46,7 +46,7 @@ def run(options: Namespace) -> int:
     require_stopped(state)
     document = prepared_document(options.config)
     timeout_seconds = TorchServeKeys.model_validate(document).startupTimeout + _FRONT_END_SECONDS
-    with files.locked(state.lock, f"another server starts on port {state.ports.inference}"):
+    with files.locked(state.lock, f"another server starts on port {state.port}"):
         require_stopped(state)
         try:
             write_state(state, document, with_tokens=with_tokens)
@@ -151,7 +151,7 @@ def load_failure(lines: list[str]) -> str | None:
 
 def is_ready(state: State) -> bool:
     """Ask TorchServe's management API whether a worker has loaded the model."""
-    url = f"http://127.0.0.1:{state.ports.management}/models/{paths.NAME}"
+    url = f"http://127.0.0.1:{state.ports['management']}/models/{paths.NAME}"
     try:
         answer = session(state.key("management")).get(url, timeout=5)
         models: Any = answer.json()
@@ -171,7 +171,7 @@ def session(key: str | None) -> requests.Session:
 
 def base_url(state: State) -> str:
     """Return the base URL for an OpenAI client."""
-    return f"http://127.0.0.1:{state.ports.inference}/predictions/{paths.NAME}/{paths.VERSION}/v1"
+    return f"http://127.0.0.1:{state.port}/predictions/{paths.NAME}/{paths.VERSION}/v1"
 
 
 def first_completion(state: State) -> str:
@@ -205,9 +205,8 @@ def client_example(state: State, *, with_tokens: bool) -> str:
         load_key = f"KEY=$({shlex.quote(sys.executable)} -c {shlex.quote(program)})\n"
         header = ' -H "Authorization: Bearer $KEY"'
         keys = f"\nkeys: {state.key_file} (new at each start; a client's api_key)"
-    port = state.ports.inference
     return (
         f"{load_key}curl {base_url(state)}/completions{header} -H 'Content-Type: application/json' \\\n"
         f"""  -d '{{"prompt": "def add(a, b):", "max_tokens": 64}}'\n{keys}\n"""
-        f"logs: {state.logs}    stop it: scripts/stop{'' if port == 8080 else f' --port {port}'}"
+        f"logs: {state.logs}    stop it: scripts/stop{'' if state.port == 8080 else f' --port {state.port}'}"
     )

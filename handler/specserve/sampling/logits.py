@@ -11,7 +11,7 @@ from collections import abc
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.errors import NoTokenError
+from specserve.errors import ConstraintError
 from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sequence import SamplingParams, Sequence, TokenScore
 
@@ -72,8 +72,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
     They have shape (vocabulary,), are not changed, and are returned where the request changes nothing.
 
     Raises:
-        ConstraintError: the request's grammar cannot be followed further.
-        NoTokenError: the request forbids every token.
+        ConstraintError: the request's grammar cannot be followed further, or the request forbids every token.
         MaskDeferred: the round has no time left for its mask.
     """
     sampling, constraint = sequence.sampling, sequence.constraint
@@ -88,7 +87,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         logits = restrict(logits, sampling, sequence.generated + len(drafts))
     # A bias may be minus infinity.
     if (sampling.forbids_tokens or sampling.shapes_logits) and logits.max() == -np.inf:
-        raise NoTokenError("The request allows no token that could follow")
+        raise ConstraintError("The request allows no token that could follow", code="invalid_value")
     return logits
 
 

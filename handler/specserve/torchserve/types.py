@@ -20,20 +20,13 @@ NO_GRPC = RequestError("This server has no gRPC API: send the request as JSON by
 _OF_GRPC = "ts_request_sequence_"
 
 
-class MetricsCache(Protocol):
-    def add_metric_to_cache(
-        self, metric_name: str, unit: str, dimension_names: list[str], metric_type: MetricTypes
-    ) -> Any:
-        """A metric with `add_or_update(value, dimension_values)`."""
-
-
 class Context(Protocol):
     """TorchServe's context of one call of `handle`; `idx` is that of an entry."""
 
     model_name: str
     manifest: dict[str, Any]
     model_yaml_config: dict[str, Any]
-    metrics: MetricsCache
+    metrics: Any  # makes each metric by `add_metric_to_cache`
     request_ids: dict[int, str]
     stopping_criteria: list[StoppingCriterion]
 
@@ -77,7 +70,7 @@ def receive_bodies_as_bytes() -> None:
     os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
 
 
-def sender(cache: MetricsCache) -> Send:
+def sender(cache: Any) -> Send:
     """Return what hands samples to TorchServe, where Prometheus reads them."""
     known = {
         metric: cache.add_metric_to_cache(metric.name, "count", list(metric.labels), MetricTypes(metric.kind))

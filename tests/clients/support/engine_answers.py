@@ -20,7 +20,7 @@ from specserve.engine.llama_model import LlamaModel
 
 
 def target(config: str) -> str:
-    return str(prepare(Path(config).absolute()).target)
+    return str(prepare(Path(config).absolute())["target"])
 
 
 def write_tiny(path: str, architecture: str) -> None:

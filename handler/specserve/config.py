@@ -130,9 +130,7 @@ def load_yaml(path: Path) -> tuple[dict[str, Any], HandlerConfig]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text.") from error
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: is not a mapping of keys; {_EXAMPLE}.")

@@ -18,8 +18,6 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 class Usable(NamedTuple):
-    """What compute threads may use."""
-
     # A hardware thread of each physical core, ascending, then the others where more threads are asked for.
     cores: tuple[int, ...]
     threads: int  # at most so many, and no more than cores

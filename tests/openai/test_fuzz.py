@@ -80,7 +80,7 @@ def chat_of(request: Any) -> ChatRequest:
 def check_refusal(error: RequestError) -> None:
     """The error is a 4xx, and its object is valid JSON."""
     assert 400 <= error.status < 500
-    body = json.loads(Response.refusal(error).text())
+    body = json.loads(Response(Response.error_body(error)).text())
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"].endswith((".", "!", "?"))
     assert len(body["error"]["message"]) < 2000

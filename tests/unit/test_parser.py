@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from specserve.api.incoming import Incoming
 from specserve.api.parser import LONG_BODY, Parser
 from specserve.api.response import Response
+from specserve.api.routes import Incoming
 from specserve.errors import RequestError
 
 MIB = 2**20

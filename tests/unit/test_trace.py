@@ -111,8 +111,7 @@ def test_report_shows_acceptance_by_family_draft_length_and_position(
     trace.end(an_end())
     with (tmp_path / FILE).open("a") as file:
         file.write('{"event": "round", "tr')
-    page = tmp_path / "page.html"
-    assert report.run(Namespace(traces=[tmp_path / FILE], out=page)) == 0
+    assert report.run(Namespace(traces=[tmp_path / FILE])) == 0
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "│" in line]
     # Rounds, tokens, tokens a round, drafted, accepted, ms a token.
@@ -122,11 +121,9 @@ def test_report_shows_acceptance_by_family_draft_length_and_position(
     # Of a position those are counted whose predecessors were all accepted.
     assert ["lookup", "1", "1", "0%"] in rows
     assert ["model", "2", "1", "100%"] in rows
-    assert "By draft length" in page.read_text()
 
 
 def test_a_trace_without_rounds_cannot_be_reported(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    for name, reason in (("empty.jsonl", "no round is recorded"), ("missing.jsonl", "cannot be read")):
-        with pytest.raises(ConfigError, match=reason):
-            report.tables([tmp_path / name])
+    with pytest.raises(ConfigError, match="no round is recorded"):
+        report.tables([tmp_path / "empty.jsonl"])

@@ -89,7 +89,6 @@ class AnswerReader:
         return parts
 
     def _read_opening(self) -> list[Part] | None:
-        """Read the first tag."""
         begin = 0 if self._begun else self._thinking.opening(self._held)
         if begin is None and not self._done:
             return None

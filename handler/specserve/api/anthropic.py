@@ -9,15 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
-from specserve.api.body import Body, Items, Part, Text
+from specserve.api.body import Body, Items, Json, Part, Text
 from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
 from specserve.api.parse import parse_body
 from specserve.api.prompt import PromptTooLong
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.sampling_fields import StopString
 from specserve.errors import RequestError
-
-Json = dict[str, Any]
 
 # Claude Code begins its system text so, with values that change and would keep all that follows out of the cache.
 _BILLING = "x-anthropic-billing-header:"
@@ -215,7 +213,6 @@ class MessagesResponse(BlocksResponse):
         }
 
     def _content(self, block: Block) -> Json:
-        """Return a block as it is by now."""
         kind, field, _ = _KINDS[block.kind]
         if block.call is not None:
             return {"type": kind, "id": block.call.id, "name": block.call.name, "input": block.arguments}

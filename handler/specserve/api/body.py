@@ -11,6 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
 
+Json = dict[str, Any]
+
 # Ignored fields of a request that are named, and characters of each name; a body may have a million.
 _MAX_NAMES, _MAX_NAME = 16, 100
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.body import Json
 from specserve.api.logprobs import (
     Position,
     chat_logprobs,
@@ -18,7 +19,7 @@ from specserve.api.logprobs import (
     prompt_positions,
 )
 from specserve.api.prompt import Prompt
-from specserve.api.response import GenerationResponse, Json
+from specserve.api.response import GenerationResponse
 from specserve.core.text_sequence import TextSequence
 from specserve.sequence import Source
 
@@ -27,8 +28,6 @@ _END = "data: [DONE]\n\n"
 
 @dataclass
 class _Choice:
-    """One of the choices of a response, and what the client has of it."""
-
     sequence: TextSequence
     prompt: Prompt
     scored: TextSequence  # the sequence that scores the prompt, if scores are wanted
@@ -47,8 +46,6 @@ class _Choice:
 
 
 class ChoicesResponse(GenerationResponse, ABC):
-    """Writes OpenAI's responses that consist of choices, whole or as a stream."""
-
     prefix: ClassVar[str]
     objects: ClassVar[tuple[str, str]]  # the names of the whole response, and of an event
     begins_with_role: ClassVar[bool] = False  # whether the first event of a choice is sent even without text

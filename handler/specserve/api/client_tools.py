@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from specserve.api.body import Json
 from specserve.errors import RequestError
-
-Json = dict[str, Any]
 
 _NUMBER: Json = {"type": "integer"}
 _TEXTS: Json = {"type": "array", "items": {"type": "string"}}

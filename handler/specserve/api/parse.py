@@ -59,7 +59,6 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
 
 
 def _explain(errors: list[Any]) -> RequestError:
-    """Turn errors of pydantic's into one sentence that names the field."""
     # A union has one error a member; the member that fits best fails deepest.
     same_field = (found for found in errors if found["loc"][:1] == errors[0]["loc"][:1])
     error = max(same_field, key=lambda found: len(found["loc"]))

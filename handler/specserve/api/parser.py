@@ -17,9 +17,8 @@ from itertools import count
 from queue import PriorityQueue
 from typing import NamedTuple
 
-from specserve.api.incoming import Incoming
 from specserve.api.response import Response
-from specserve.api.routes import Routes
+from specserve.api.routes import Incoming, Routes
 from specserve.errors import Contained, RequestError
 
 # Bytes from which a body is long; parsing the JSON of a megabyte takes up to 30 ms.
@@ -42,8 +41,6 @@ class Parsing(NamedTuple):
 
 
 class _Thread:
-    """Parses requests one after the other; clients take turns."""
-
     def __init__(self, parse: Callable[[Incoming], Response]) -> None:
         self._parse = parse
         self._thread = ThreadPoolExecutor(1, "parser")

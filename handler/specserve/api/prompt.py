@@ -30,10 +30,8 @@ BYTES_PER_TOKEN, _LONGEST_TOKEN = 8, 128
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as tokens, and as the text that `echo` returns."""
-
     tokens: list[int]
-    text: str
+    text: str  # that `echo` returns
 
 
 class PromptTooLong(RequestError):

@@ -225,7 +225,6 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     @property
     def scores(self) -> int | None:
-        """How many of the most probable tokens are returned at every position; None: no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from specserve.api.answer import Part
+from specserve.api.body import Json
 from specserve.api.logprobs import check_size
 from specserve.api.resolve import ResponseForm
 from specserve.api.speculation import speculation_of
@@ -15,10 +16,6 @@ from specserve.core.text_sequence import TextSequence
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import SequenceStats
-
-Json = dict[str, Any]
-# Why an answer ended: by itself or at a stop string, at its last allowed token, or with tool calls.
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Response:
@@ -45,11 +42,6 @@ class Response:
     @staticmethod
     def error_body(error: RequestError) -> Json:
         return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
-
-    @classmethod
-    def refusal(cls, error: RequestError) -> Response:
-        """Return the response to a refused request, in this protocol."""
-        return Response(cls.error_body(error), status=error.status)
 
     @property
     def error(self) -> RequestError | None:
@@ -104,7 +96,7 @@ class GenerationResponse(Response):
         """Read the parts of an answer since the last call."""
         return self._readers[sequence].read(sequence.take_text(), done=sequence.done)
 
-    def _finish_reason(self, sequence: TextSequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: TextSequence) -> Literal["stop", "length", "tool_calls"] | None:
         """Return why an answer ended: with `tool_calls` if it has any and the last is complete."""
         reader = self._readers[sequence]
         has_calls = reader.calls > 0 and not reader.is_within_call

@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from specserve.api.body import Body, Items, Part, Text
+from specserve.api.body import Body, Items, Json, Part, Text
 from specserve.api.client_tools import OPENAI, is_hosted, undescribed
 from specserve.errors import RequestError
-
-Json = dict[str, Any]
 
 # The arguments of a custom tool, which takes free text, as a function.
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -19,8 +17,6 @@ _CALLS = {"function_call", "custom_tool_call", *(f"{kind}_call" for kind in OPEN
 
 
 class TextItem(Part):
-    """A part of an item's content; there is only text."""
-
     also_known = frozenset({"annotations", "logprobs"})
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]

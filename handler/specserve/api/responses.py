@@ -9,13 +9,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
-from specserve.api.body import Body, Items, Text
+from specserve.api.body import Body, Items, Json, Text
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest, GenerationRequest
 from specserve.api.response_items import Item, Offered, ResponsesTool, ResponsesToolChoice, messages_of
 from specserve.errors import RequestError
 
-Json = dict[str, Any]
 # Keeps the messages of a response, by its id, for requests that continue it.
 Keep = Callable[[str, list[Json]], None]
 

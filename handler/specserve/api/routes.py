@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from threading import Lock
 from urllib.parse import quote
 
 import specserve
 from specserve.api.anthropic import CountRequest, MessagesRequest, MessagesResponse
-from specserve.api.body import Body
+from specserve.api.body import Body, Json
 from specserve.api.chat_template import chat_template_of
 from specserve.api.choices import ChatResponse, CompletionResponse
-from specserve.api.incoming import Incoming
 from specserve.api.infill import InfillRequest, InfillResponse, infill_prompt
 from specserve.api.openapi import openapi
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
-from specserve.api.response import GenerationResponse, Json, Response
-from specserve.api.response_store import ResponseStore
+from specserve.api.response import GenerationResponse, Response
 from specserve.api.responses import Keep, ResponsesRequest, ResponsesResponse
-from specserve.config import HandlerConfig, ModelConfig
+from specserve.config import HandlerConfig
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
 from specserve.engine.kernels import calls
-from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
-from specserve.speculation.costs import CostTable
+from specserve.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,23 @@ _GENERATING: dict[str, tuple[type[Generating], type[GenerationResponse]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """A request as it comes in, whatever brought it."""
+
+    request_id: str  # TorchServe's
+    route: str  # the path of its URL after the model's version
+    body: object  # bytes or a decoded JSON value; None without one
+    size: int  # of all that came, in bytes
+    headers: Mapping[str, str]  # by name in lower case; several of one name are joined by commas
+
+    @cached_property
+    def client(self) -> str:
+        """The client, as a hash of the API key, which itself is kept nowhere; clients see nothing of each other."""
+        key = self.headers.get("authorization") or self.headers.get("x-api-key", "")
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
 class Routes:
     """Maps requests to responses, which are complete or to be generated.
 
@@ -70,7 +87,9 @@ class Routes:
         self._holdback = holdback
         self._model_ids = list(dict.fromkeys([config.model_id, name]))
         self._created = int(time.time())
-        self._store = ResponseStore(config.responses_store)
+        # The messages of the last responses and the answers; the parser's threads read, TorchServe's writes.
+        self._conversations: Shares[str, list[Json]] = Shares(config.responses_store)
+        self._lock = Lock()
         self._warned_of: set[str] = set()
         self._template = chat_template_of(models.vocabulary)
         self._tokenizer = Tokenizer(models.vocabulary, config)
@@ -89,7 +108,7 @@ class Routes:
     def refusal(route: str, error: RequestError) -> Response:
         """Return the response to a refused request, in the protocol of its route."""
         _, kind = _GENERATING.get(route, (None, Response))
-        return kind.refusal(error)
+        return Response(kind.error_body(error), status=error.status)
 
     def respond(self, incoming: Incoming) -> Response:
         """Return the response to a request, or raise the RequestError by which it is refused."""
@@ -123,11 +142,26 @@ class Routes:
             "threads": models.placement.usable.threads,
             "cores": list(models.placement.cores),
             "models": {
-                role: _model_facts(file, model) for role, file, model in pairs if file is not None and model is not None
+                role: {
+                    "file": None if file.path is None else file.path.name,
+                    "sha256": file.sha256,
+                    "description": model.description(),
+                    **dict(zip(("parameters", "bytes"), model.weights, strict=True)),
+                }
+                for role, file, model in pairs
+                if file is not None and model is not None
             },
             "batch_invariance": {"sentence": models.repeats},
             "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
-            "costs": {role: _near(cost.table) for role, cost in costs.items() if cost is not None},
+            # Of passes after short texts.
+            "costs": {
+                role: {
+                    "rows": list(cost.table.rows),
+                    "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in cost.table.seconds[0]],
+                }
+                for role, cost in costs.items()
+                if cost is not None
+            },
             # Acceptance rate by drafter and kind of sampling, from the least confident drafts to the most.
             "controller": {
                 f"{drafter}, {'sampled' if sampled else 'greedy'}": [round(rate, _DIGITS) for rate in rates]
@@ -201,10 +235,20 @@ class Routes:
         return kind(form, sequences, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
 
     def _conversation(self, request: ResponsesRequest, client: str) -> tuple[list[Json], Keep | None]:
-        """Return a request's messages and those before, and what keeps them for requests that continue them."""
-        messages = self._store.messages(client, request.previous_response_id) + request.messages()
-        keeps = self._config.responses_store > 0 and request.store is not False
-        return messages, partial(self._store.put, client) if keeps else None
+        """Return a request's messages and those before, and what keeps them; raise a 400 if those are not kept."""
+        previous, size = request.previous_response_id, self._conversations.limit
+
+        def keep(response_id: str, messages: list[Json]) -> None:
+            with self._lock:
+                self._conversations.put(client, response_id, messages)
+
+        with self._lock:
+            before = [] if previous is None else self._conversations.use(client, previous)
+        if before is None:
+            kept = f"the last {size} responses, and not '{previous}'" if size else "no responses"
+            sentence = f"This server keeps {kept}: send the whole conversation as 'input'."
+            raise RequestError(sentence, param="previous_response_id", code="previous_response_not_found")
+        return before + request.messages(), keep if size and request.store is not False else None
 
     def _known_model(self, model: str | None) -> str:
         """Return the model id that a request names, or the default; raise a 404 if there is no such model."""
@@ -212,22 +256,3 @@ class Routes:
             return model or self._model_ids[0]
         sentence = f"The model '{model}' does not exist here; this server has {', '.join(self._model_ids)}."
         raise RequestError(sentence, status=404, param="model", code="model_not_found")
-
-
-def _model_facts(file: ModelConfig, model: LlamaModel) -> dict[str, str | int | None]:
-    parameters, size = model.weights
-    return {
-        "file": None if file.path is None else file.path.name,
-        "sha256": file.sha256,
-        "description": model.description(),
-        "parameters": parameters,
-        "bytes": size,
-    }
-
-
-def _near(costs: CostTable) -> dict[str, list[int] | list[float]]:
-    """Return the costs of passes after short texts."""
-    return {
-        "rows": list(costs.rows),
-        "milliseconds_near": [round(1000 * seconds, _DIGITS) for seconds in costs.seconds[0]],
-    }

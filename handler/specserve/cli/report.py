@@ -20,29 +20,26 @@ _FIGURES = ("rounds", "tokens", "tokens a round", "drafted", "accepted", "ms a t
 
 def tables(traces: Iterable[Path]) -> list[Table]:
     # Rounds, tokens, drafts, accepted drafts and seconds by family, and by family and gamma.
-    families: dict[tuple[str], list[float]] = defaultdict(lambda: [0] * 5)
-    gammas: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0] * 5)
+    sums: dict[tuple[str | int, ...], list[float]] = defaultdict(lambda: [0] * 5)
     # By drafter and position, from 1: drafts whose predecessors were all accepted, and those accepted.
     positions: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for entry in _rounds(traces):
         family, drafts, accepted = entry["family"] or "none named", entry["drafts"], entry["accepted"]
         numbers = (1, entry["tokens"], len(drafts), accepted, sum(entry["seconds"]))
-        for sums in (families[family,], gammas[family, len(drafts)]):
-            sums[:] = map(add, sums, numbers)
+        for key in ((family,), (family, len(drafts))):
+            sums[key] = [*map(add, sums[key], numbers)]
         for i, drafter in enumerate(drafts[: accepted + 1]):
             tested = positions[drafter, i + 1]
             tested[0] += 1
             tested[1] += i < accepted
-    if not families:
+    if not sums:
         raise ConfigError("no round is recorded; set `trace` in the model's YAML and ask the server.")
-    by_family = [(*key, *_figures(*sums)) for key, sums in sorted(families.items())]
-    by_gamma = [(*key, *_figures(*sums)) for key, sums in sorted(gammas.items())]
+    rows = [(*key, *_figures(*total)) for key, total in sorted(sums.items())]
     by_position = [(*key, tested, f"{kept / tested:.0%}") for key, (tested, kept) in sorted(positions.items())]
-    title = "By position in the round, if all drafts before were accepted"
     return [
-        _table("By prompt family", ("family", *_FIGURES), by_family),
-        _table("By draft length", ("family", "gamma", *_FIGURES), by_gamma),
-        _table(title, ("drafter", "position", "drafted", "accepted"), by_position),
+        _table("By prompt family", ("family", *_FIGURES), rows),
+        _table("By draft length", ("family", "gamma", *_FIGURES), rows),
+        _table("By position, after accepted drafts", ("drafter", "position", "drafted", "accepted"), by_position),
     ]
 
 
@@ -56,32 +53,27 @@ def _figures(rounds: float, tokens: float, drafted: float, accepted: float, seco
 def _rounds(traces: Iterable[Path]) -> Iterator[dict[str, Any]]:
     """Yield the rounds of all files, without a line that a full disk has truncated."""
     for path in traces:
-        try:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    try:
-                        entry = json.loads(line)
-                    except ValueError:
-                        continue
-                    if entry["event"] == "round":
-                        yield entry
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                if entry["event"] == "round":
+                    yield entry
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[object, ...]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in {"family", "drafter"} else "right")
+    """Make a table of the rows that have as many cells as it has columns."""
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns:
+        column.justify = "left" if column.header in {"family", "drafter"} else "right"
     for row in rows:
-        table.add_row(*map(str, row))
+        if len(row) == len(table.columns):
+            table.add_row(*map(str, row))
     return table
 
 
 def run(options: Namespace) -> int:
-    console = Console(record=options.out is not None)
-    for table in tables(options.traces):
-        console.print(table)
-    if options.out:
-        console.save_html(str(options.out))
+    Console().print(*tables(options.traces), sep="\n")
     return 0

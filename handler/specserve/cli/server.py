@@ -170,7 +170,6 @@ def session(key: str | None) -> requests.Session:
 
 
 def base_url(state: State) -> str:
-    """Return the base URL for an OpenAI client."""
     return f"http://127.0.0.1:{state.port}/predictions/{paths.NAME}/{paths.VERSION}/v1"
 
 

@@ -97,7 +97,6 @@ def java_home() -> str:
 
 
 def start(state: State) -> subprocess.Popen[bytes]:
-    """Start TorchServe in a session of its own."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("TS_")}
     environment |= {
         "JAVA_HOME": java_home(),

@@ -131,7 +131,6 @@ class Handler:
             self._cancel(request_id, self._responses.pop(request_id))
 
     def _parse_new(self, data: list[dict[str, Any]], context: types.Context, called: float) -> None:
-        """Begin to parse the requests that came with this call."""
         for index, request_id in context.request_ids.items():
             if request_id in self._responses or request_id in self._parser:
                 continue

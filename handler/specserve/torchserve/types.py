@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ts.metrics.metric_type_enum import MetricTypes
 
-from specserve.api.incoming import Incoming
+from specserve.api.routes import Incoming
 from specserve.errors import RequestError
 from specserve.observability.metrics import ALL, Send
 

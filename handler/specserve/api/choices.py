@@ -19,6 +19,7 @@ from specserve.api.logprobs import (
     prompt_positions,
 )
 from specserve.api.prompt import Prompt
+from specserve.api.request_schema import StreamOptions
 from specserve.api.response import GenerationResponse
 from specserve.core.text_sequence import TextSequence
 from specserve.sequence import Source
@@ -81,14 +82,14 @@ class ChoicesResponse(GenerationResponse, ABC):
     def next_events(self) -> str:
         if self.error:
             return _event(self.error_body(self.error)) + _END
-        usage = self._form.request.usage_in_stream
+        options = self._form.request.stream_options or StreamOptions()
         choices = [new for choice in self._choices if choice.has_news for new in self._news(choice)]
-        counts: Json = {} if usage == "none" else {"usage": None}
-        if choices and usage == "all":
+        counts: Json = {"usage": None} if options.include_usage else {}
+        if choices and options.continuous_usage_stats and counts:
             counts = {"usage": self._usage(self._stats())}
         events = "".join(_event(self._object([choice]) | counts) for choice in choices)
         if all(choice.ended for choice in self._choices):
-            events += "" if usage == "none" else _event(self._object([]) | self._totals())
+            events += _event(self._object([]) | self._totals()) if options.include_usage else ""
             events += _END
         return events
 

@@ -108,14 +108,6 @@ class GenerationRequest(SamplingFields, StructuredOutput):
     def stops(self) -> list[str]:
         return [*filter(None, [self.stop] if isinstance(self.stop, str) else self.stop)]
 
-    @property
-    def usage_in_stream(self) -> Literal["none", "end", "all"]:
-        """Which events of a stream have the `usage`."""
-        options = self.stream_options or StreamOptions()
-        if not options.include_usage:
-            return "none"
-        return "all" if options.continuous_usage_stats else "end"
-
 
 class CompletionRequest(GenerationRequest):
     prompt: (

@@ -78,7 +78,20 @@ def resolve(
     speculation = request.speculation.params(
         config, info.group, client, greedy=sampling.temperature == 0, seeded=sampling.seed is not None
     )
-    constraint = _constraint(request, grammars, syntax, form)
+    constraint: Constraint | CallConstraint | None
+    if isinstance(request, ChatRequest) and syntax.forms:
+        constraint = grammars.calls(
+            request.callable_tools,
+            syntax,
+            required=request.requires_call,
+            parallel=request.parallel_tool_calls,
+            strict=request.strict_tools,
+            otherwise=request.answer_schema,
+            thinking=thinking,
+            thinks_at_once=form.thinks_at_once,
+        )
+    else:
+        constraint = request.constraint(grammars)
     prediction: list[int] = []
     if request.prediction is not None:
         predicted = text_of(request.prediction.content)
@@ -163,20 +176,3 @@ def _most_tokens(request: CompletionRequest | ChatRequest, prompts: list[Prompt]
             "tokens or log-probabilities.",
         )
     return min(tokens for tokens in (rest, fitting, limit, config.max_tokens) if tokens is not None)
-
-
-def _constraint(
-    request: CompletionRequest | ChatRequest, grammars: GrammarCompiler, syntax: CallSyntax, form: ResponseForm
-) -> Constraint | CallConstraint | None:
-    if isinstance(request, ChatRequest) and syntax.forms:
-        return grammars.calls(
-            request.callable_tools,
-            syntax,
-            required=request.requires_call,
-            parallel=request.parallel_tool_calls,
-            strict=request.strict_tools,
-            otherwise=request.answer_schema,
-            thinking=form.thinking,
-            thinks_at_once=form.thinks_at_once,
-        )
-    return request.constraint(grammars)

@@ -168,9 +168,7 @@ class Routes:
                 for (drafter, sampled), rates in controller.acceptance.learned.items()
             },
             "limits": {
-                "mode": limits.mode,
-                "gamma": limits.gamma,
-                "max_gamma": limits.max_gamma,
+                **limits.model_dump(include={"mode", "gamma", "max_gamma"}),
                 "context_length": config.context_length,
                 "max_wait_ms": round(1000 * scheduler.max_wait_seconds),
                 "cache_tokens": config.cache_tokens,

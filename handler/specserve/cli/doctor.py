@@ -84,12 +84,12 @@ def check_machine(threads: int, prepared: dict[str, Path]) -> Finding:
     free, cores = psutil.virtual_memory().available, usable_cores().threads
     found = f"{cores} cores may be used, {threads} threads compute; {free / 1e6:,.0f} MB of memory are free"
     facts = {"cores": cores, "threads": threads, "available_bytes": free}
+    advice = ""
     if threads > cores:
-        return Finding("machine", f"{found}: set `threads` to {cores} or leave it out.", False, facts)
-    if free < _MEMORY_FACTOR * needed:
-        advice = f"the weights take {needed / 1e6:,.0f} MB: free some, or choose smaller models"
-        return Finding("machine", f"{found}; {advice}.", False, facts)
-    return Finding("machine", f"{found}.", facts=facts)
+        advice = f": set `threads` to {cores} or leave it out"
+    elif free < _MEMORY_FACTOR * needed:
+        advice = f"; the weights take {needed / 1e6:,.0f} MB: free some, or choose smaller models"
+    return Finding("machine", f"{found}{advice}.", not advice, facts)
 
 
 def check_software() -> Finding:
@@ -131,9 +131,8 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
     share = draft.seconds(1, KV_LEN) / step
     facts["draft_share"] = share
     sentence += f". A step of the draft takes {share:.2f} of one of the target"
-    if share > _MAX_DRAFT_SHARE:
-        return Finding("costs", f"{sentence}: choose a smaller draft, this one will hardly pay.", False, facts)
-    return Finding("costs", f"{sentence}.", facts=facts)
+    advice = ": choose a smaller draft, this one will hardly pay" * (share > _MAX_DRAFT_SHARE)
+    return Finding("costs", f"{sentence}{advice}.", not advice, facts)
 
 
 def run(options: Namespace) -> int:

@@ -79,14 +79,9 @@ def sender(cache: Any) -> Send:
     return lambda metric, labels, value: known[metric].add_or_update(value, list(labels))
 
 
+def _always(kind: bool | None) -> StoppingCriterion:
+    return lambda _reply: kind
+
+
 # What a reply is: a whole response, a chunk that others follow, or the last chunk.
-def whole_response(_reply: object) -> None:
-    return
-
-
-def more_to_come(_reply: object) -> bool:
-    return False
-
-
-def last_chunk(_reply: object) -> bool:
-    return True
+whole_response, more_to_come, last_chunk = map(_always, (None, False, True))

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -25,6 +26,7 @@ from specserve.grammar.call_form import ARGUMENTS, NAME
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
 
 # What a template may raise when it is rendered, and Python's compiler for one that Jinja can parse.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
@@ -109,39 +111,36 @@ class ChatTemplate:
             raise RequestError.invalid("continue_final_message", sentence)
         return before + str(messages[-1]["content"])
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
-    ) -> str:
+    def render(self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None) -> str:
         """Render messages and tools, and the beginning of the next message unless a variable says otherwise.
 
         Raises:
             RequestError: 400; the template refuses these messages.
         """
-        refusals: list[Exception] = []
-        for is_refused in (False, True):
-            try:
-                adapted = self._adapted(messages, tools, is_refused=is_refused)
-                return self._rendered(adapted, tools, variables or {})
-            except _FAILURES as error:
-                refusals.append(error)
-        sentence = f"The model's chat template refuses these messages: {_reason(refusals[0])}."
-        raise RequestError.invalid("messages", sentence) from refusals[0]
+        try:
+            return self._rendered(messages, tools, variables or {})
+        except _FAILURES as error:
+            with suppress(*_FAILURES):
+                return self._rendered(messages, tools, variables or {}, is_refused=True)
+            sentence = f"The model's chat template refuses these messages: {_reason(error)}."
+            raise RequestError.invalid("messages", sentence) from error
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    def _rendered(
+        self, messages: Messages, tools: Messages, variables: Mapping[str, Any], *, is_refused: bool = False
+    ) -> str:
+        """Render messages; after a refusal with one call a message, or without a system message."""
+        if self._wants_short_ids:
+            messages = [*map(_with_short_ids, messages)]
+        if not self._knows_tools:
+            messages = self._told(messages, tools, role="user" if is_refused else "system")
+        elif is_refused:
+            messages = _one_call_each(messages)
         # As transformers calls templates, many of which test `tools is none`.
         shown = (self._knows_tools and tools) or None
         fixed = {"messages": messages, "tools": shown, "documents": None, **self._tokens}
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
-    def _adapted(self, messages: Sequence[Message], tools: Sequence[Message], *, is_refused: bool) -> Sequence[Message]:
-        """Adapt messages to the template; after a refusal also with one call a message, or without a system message."""
-        if self._wants_short_ids:
-            messages = [*map(_with_short_ids, messages)]
-        if self._knows_tools:
-            return _one_call_each(messages) if is_refused else messages
-        return self._told(messages, tools, role="user" if is_refused else "system")
-
-    def _told(self, messages: Sequence[Message], tools: Sequence[Message], *, role: str) -> list[Message]:
+    def _told(self, messages: Messages, tools: Messages, *, role: str) -> list[Message]:
         """Write tools, calls and results as text; the first message lists the tools, and has the role `role`."""
         own = self.calls.forms[0]
         written = own.begin + own.call + own.end
@@ -183,7 +182,7 @@ def _filled(form: str, name: str, arguments: str) -> str:
     return form.replace(NAME, name).replace(ARGUMENTS, arguments)
 
 
-def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+def _one_call_each(messages: Messages) -> list[Message]:
     """Split a message with several calls into one message a call, each followed by its result."""
     split: list[Message] = []
     answers = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}

@@ -10,14 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.body import Json
-from specserve.api.logprobs import (
-    Position,
-    chat_logprobs,
-    check_size,
-    completion_logprobs,
-    most_bytes,
-    prompt_positions,
-)
+from specserve.api.logprobs import Position, chat_logprobs, check_size, completion_logprobs, most_bytes, offsets_in
 from specserve.api.prompt import Prompt
 from specserve.api.request_schema import StreamOptions
 from specserve.api.response import GenerationResponse
@@ -104,7 +97,8 @@ class ChoicesResponse(GenerationResponse, ABC):
             shift = len(echo.text) if echo else 0
             positions = [Position(score.token, score, shift + offset) for score, offset in sequence.take_tokens()]
             if echo and first:
-                positions = prompt_positions(echo, choice.scored.prompt_scores, self._vocabulary) + positions
+                offsets, scores = offsets_in(echo.text, echo.tokens, self._vocabulary), choice.scored.prompt_scores
+                positions = [*map(Position, echo.tokens, [None, *scores], offsets), *positions]
         if echo and first and echo.text:
             parts = [Text(echo.text), *parts]
             choice.sources.append((echo.text, "prompt"))

@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specserve.api.prompt import Prompt
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
@@ -40,12 +39,6 @@ def check_size(n_bytes: int) -> None:
             "The response becomes too large: ask for fewer answers, tokens or log-probabilities.",
             code="response_too_large",
         )
-
-
-def prompt_positions(prompt: Prompt, scores: list[TokenScore], vocabulary: Vocabulary) -> list[Position]:
-    """Return the positions of an echoed prompt, of which all tokens but the first have scores."""
-    offsets = _offsets(prompt.text, prompt.tokens, vocabulary)
-    return list(map(Position, prompt.tokens, [None, *scores], offsets))
 
 
 def completion_logprobs(positions: Sequence[Position], vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
@@ -92,7 +85,7 @@ def _spelling(token: int, vocabulary: Vocabulary) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
-def _offsets(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
+def offsets_in(text: str, tokens: list[int], vocabulary: Vocabulary) -> list[int]:
     """Return where each prompt token begins in the text; one that the text does not show has length 0."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     begins = []

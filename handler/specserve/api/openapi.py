@@ -31,6 +31,7 @@ _ROUTES: dict[str, tuple[str, type[Body] | None]] = {
 _REFERENCE = "#/components/schemas/{model}"
 _OBJECT = {"schema": {"type": "object"}}
 _JSON = {"application/json": _OBJECT}
+_REFUSED = {"description": "Refused", "content": _JSON}
 
 
 class _Nullable(GenerateJsonSchema):
@@ -46,7 +47,15 @@ def openapi() -> dict[str, Any]:
     """Make the document, OpenAPI 3.1; the references of each protocol describe its responses."""
     shapes: list[Any] = [(kind, "validation") for _, kind in _ROUTES.values() if kind]
     _, schemas = models_json_schema(shapes, ref_template=_REFERENCE, schema_generator=_Nullable)
-    paths: dict[str, Any] = {path: _operation(*route) for path, route in _ROUTES.items()}
+    paths: dict[str, Any] = {}
+    for path, (summary, kind) in _ROUTES.items():
+        content = _JSON | ({"text/event-stream": _OBJECT} if kind else {})
+        responses = {"200": {"description": "OK", "content": content}, "default": _REFUSED}
+        operation: dict[str, Any] = {"summary": summary, "responses": responses}
+        if kind:
+            schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post" if kind else "get": operation}
     model_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{id}"]["parameters"] = [model_id]
     return {
@@ -58,16 +67,3 @@ def openapi() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
-
-
-def _operation(summary: str, kind: type[Body] | None) -> dict[str, Any]:
-    content = _JSON | ({"text/event-stream": _OBJECT} if kind else {})
-    responses = {
-        "200": {"description": "OK", "content": content},
-        "default": {"description": "Refused", "content": _JSON},
-    }
-    if kind is None:
-        return {"get": {"summary": summary, "responses": responses}}
-    body = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}}
-    request = {"required": True, "content": body}
-    return {"post": {"summary": summary, "requestBody": request, "responses": responses}}

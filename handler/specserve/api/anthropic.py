@@ -236,6 +236,3 @@ class MessagesResponse(BlocksResponse):
         delta = {name: response[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta} | {name: response[name] for name in ("usage", "speculation")}
         yield {"type": "message_stop"}
-
-    def _failure(self, error: RequestError) -> Event:
-        return self.error_body(error)

@@ -75,8 +75,8 @@ class BlocksResponse(GenerationResponse, ABC):
     @abstractmethod
     def _end(self, response: Event) -> Iterator[Event]: ...
 
-    @abstractmethod
-    def _failure(self, error: RequestError) -> Event: ...
+    def _failure(self, error: RequestError) -> Event:
+        return self.error_body(error)
 
     def _whole(self) -> Event:
         for _ in self._events():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -111,7 +110,17 @@ class InfillResponse(GenerationResponse):
 
     def _whole(self) -> dict[str, Any]:
         whole, fields = self._final(self._content), self._request.response_fields
-        return whole if fields is None else _chosen(whole, fields)
+        if fields is None:
+            return whole
+        # By their paths; what does not exist is left out.
+        chosen: dict[str, Any] = {}
+        for path in fields:
+            value: Any = whole
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                chosen[path] = value
+        return chosen
 
     def next_events(self) -> str:
         if self.error:
@@ -172,15 +181,3 @@ def _rates(name: str, tokens: int, seconds: float) -> dict[str, float]:
         f"{name}_per_token_ms": round(1000 * seconds / tokens, 3) if tokens else 0.0,
         f"{name}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
     }
-
-
-def _chosen(whole: Mapping[str, Any], fields: list[str]) -> dict[str, Any]:
-    """Return these fields, by their paths; what does not exist is left out."""
-    chosen: dict[str, Any] = {}
-    for path in fields:
-        value: Any = whole
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            chosen[path] = value
-    return chosen

@@ -205,17 +205,14 @@ class Handler:
                 del context.request_ids[index]
                 return ""
         if is_first:
-            self._set_status(context, index, response, "text/event-stream" if streams else "application/json")
+            context.set_response_status(response.status, HTTPStatus(response.status).phrase, index)
+            context.set_response_content_type(index, "text/event-stream" if streams else "application/json")
+            for name, value in response.headers.items():
+                context.set_response_header(index, name, value)
+            response.status_sent = True
         if not (is_first and ends):
             context.stopping_criteria[index] = types.last_chunk if ends else types.more_to_come
         return reply
-
-    def _set_status(self, context: types.Context, index: int, response: Response, content_type: str) -> None:
-        context.set_response_status(response.status, HTTPStatus(response.status).phrase, index)
-        context.set_response_content_type(index, content_type)
-        for name, value in response.headers.items():
-            context.set_response_header(index, name, value)
-        response.status_sent = True
 
     def _emit_metrics(self) -> None:
         gauges: dict[metrics.Metric, float] = {

@@ -47,6 +47,7 @@ def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404() -> 
     document = openapi()
     listed = [path.removeprefix("/") for path in document["paths"]]
     assert len(listed) == 10
+    assert sum("requestBody" in operations.get("post", {}) for operations in document["paths"].values()) == 6
     answered = [front_end.post({}, path.format(id="qwen")) for path in listed]
     unknown, models = front_end.post({}, "v1/edits"), front_end.post(None, "v1/models/qwen")
     front_end.run()

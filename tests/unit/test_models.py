@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ import huggingface_hub.constants
 import pytest
 
 from specserve.cli import files, mirrors, models
-from specserve.cli.models import fetch, requantise
+from specserve.cli.models import fetch, prepare, requantise
 from specserve.config import ModelConfig
 from specserve.errors import EnvironmentFailure, ModelLoadError
 from tiny_models import write_tiny
@@ -256,6 +257,10 @@ def test_requantise_writes_every_matrix_as_q4_0_once_and_again_after_a_change(tm
     later = time.time() + 10
     os.utime(source, (later, later))
     assert requantise(source).stat().st_ino != before
+    pair = {"target": {"path": str(source), "requantise": "q4_0"}, "draft": {"path": str(source)}}
+    config = tmp_path / "model.yaml"
+    config.write_text(json.dumps({"continuousBatching": True, "handler": {"model_id": "m", **pair}}))
+    assert prepare(config) == {"target": written, "draft": source}
     # A file of that name from elsewhere is another.
     own = tmp_path / "fetched.gguf"
     write_tiny(own, "qwen2", "draft")

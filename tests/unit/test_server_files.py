@@ -169,6 +169,7 @@ def test_why_a_model_cannot_be_loaded_is_read_from_the_workers_log() -> None:
         (["Torch worker started.", "model_name: qwen, batchSize: 12"], None),
         (["specserve cannot load: m.gguf: is no GGUF."], "m.gguf: is no GGUF."),
         (["specserve cannot load: a sentence.", "Backend worker process died.", "ValueError: other"], "a sentence."),
+        (["Backend worker process died.", "ImportError: no module"], f"{died}ImportError: no module"),
         (crash * 3, None),
         (crash * 4, f"{died}llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed"),
         (["Torch worker started."] * 4, f"{died}it said nothing"),

@@ -15,11 +15,11 @@ _WITHOUT_EFFECT = "user store service_tier safety_identifier prompt_cache_key pr
 _OFF = """
 functions audio web_search_options
 echo add_special_tokens use_beam_search prompt_embeds logprob_token_ids return_token_ids return_tokens_as_token_ids
-kv_transfer_params vllm_xargs logits_processors documents chat_template mm_processor_kwargs bad_words
+kv_transfer_params vllm_xargs logits_processors documents chat_template mm_processor_kwargs bad_words guided_json_object
 n_indent n_probs post_sampling_probs min_keep xtc_probability dynatemp_range dry_multiplier mirostat lora
 """
 # vLLM's former names.
-_GUIDED = "guided_json guided_regex guided_choice guided_grammar guided_json_object"
+_GUIDED = "guided_json guided_regex guided_choice guided_grammar"
 _ONLY: dict[str, object] = {
     **dict.fromkeys(_OFF.split(), False),
     **dict.fromkeys(_GUIDED.split()),
@@ -37,7 +37,7 @@ _ONLY: dict[str, object] = {
     "repeat_last_n": -1,
     "reasoning_budget": -1,
 }
-_INSTEAD = {"functions": "tools", **dict.fromkeys(_GUIDED.split(), "structured_outputs")}
+_INSTEAD = {"functions": "tools", **dict.fromkeys([*_GUIDED.split(), "guided_json_object"], "structured_outputs")}
 _PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
 _NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 KNOWN = frozenset([*_WITHOUT_EFFECT.split(), *_ONLY, *_NAMES])

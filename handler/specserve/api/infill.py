@@ -136,7 +136,7 @@ class InfillResponse(GenerationResponse):
         """Return the last event of a stream, or with the whole content the response."""
         sequence, stats = self._generation, self._generation.stats
         predicted, prompt = sequence.generated, sequence.prompt_length - sequence.cached_tokens
-        by_reason = {"length": "limit", "stop": "eos" if sequence.ended_by_eos else "word"}
+        by_reason = {"length": "limit", "stop": "eos" if sequence.ended_by_eos and not sequence.stop else "word"}
         return {
             "index": 0,
             "content": content,

@@ -98,7 +98,7 @@ def resolve(
         prediction = Tokenizer(vocabulary, config).part(predicted, config.context_length, keeps_end=False)
     text = TextParams(
         request.stops,
-        stop_tokens=frozenset(request.stop_token_ids or ()) | _named_tokens(request.stops, vocabulary),
+        stop_tokens=dict.fromkeys(request.stop_token_ids or (), "") | _named_tokens(request.stops, vocabulary),
         includes_stop=request.include_stop_str_in_output,
         spells_control=not request.skip_special_tokens,
         tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
@@ -130,10 +130,10 @@ def resolve(
     return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), groups
 
 
-def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> set[int]:
+def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> dict[int, str]:
     """Return the control tokens whose names are stop strings; as text their names end an answer, too."""
-    encoded = [vocabulary.encode(stop, special=True, begin=False) for stop in stops]
-    return {tokens[0] for tokens in encoded if len(tokens) == 1 and not vocabulary.piece(tokens[0])}
+    encoded = [(stop, vocabulary.encode(stop, special=True, begin=False)) for stop in stops]
+    return {tokens[0]: stop for stop, tokens in encoded if len(tokens) == 1 and not vocabulary.piece(tokens[0])}
 
 
 def _info(

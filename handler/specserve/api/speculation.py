@@ -20,7 +20,7 @@ class SpeculationOptions(Body):
     drafter: Literal["auto", "model", "lookup", "prediction", "grammar"] = "auto"
     verification: Verification | None = None
     sources: bool = False  # whether the response says who wrote what
-    pool: Annotated[Text, Field(max_length=200)] = "default"  # of answers that lookups search; '' is none
+    pool: Annotated[Text, Field(max_length=200)] | None = None  # of answers that lookups search; '' is none
 
     def params(
         self, config: HandlerConfig, group: Group, client: str, *, greedy: bool, seeded: bool
@@ -43,7 +43,7 @@ class SpeculationOptions(Body):
         # same, and `token` is the name that describes `accept_equal` best.
         default: Verification = "token" if greedy else "coupled" if seeded else "block"
         drafter = None if self.drafter == "auto" else self.drafter
-        pool = (client, self.pool) if self.pool else None
+        pool = None if self.pool == "" else (client, self.pool or "default")
         return SpeculationParams(gamma, self.verification or default, drafter, mode, pool)
 
 

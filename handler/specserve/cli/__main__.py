@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
     report = verb("report", "report:run", "Summarise traces: acceptance by prompt family and by draft length.")
     report.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="files that a server's `trace` wrote")
+    report.add_argument("-o", "--out", type=Path, metavar="FILE.html", help="write the tables into a page, too")
     return specserve
 
 

@@ -75,5 +75,8 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[object, ...]
 
 
 def run(options: Namespace) -> int:
-    Console().print(*tables(options.traces), sep="\n")
+    console = Console(record=True)
+    console.print(*tables(options.traces), sep="\n")
+    if options.out:
+        console.save_html(str(options.out))
     return 0

@@ -32,8 +32,10 @@ _FIRST_PROMPT = "def fibonacci(n):\n"
 
 # Written by specserve where loading fails for a known reason.
 _CANNOT_LOAD = "specserve cannot load: "
-# Written by TorchServe at each start of a worker. One that dies while it loads is restarted; after so many deaths the
-# model is given up.
+# Written by TorchServe where a handler fails for another reason.
+_WORKER_DIED = "Backend worker process died"
+# Written by TorchServe at each start of a worker. One that is killed while it loads is restarted; after so many deaths
+# the model is given up.
 _WORKER_STARTED, _MAX_DEATHS = "Torch worker started.", 3
 # The last words of a process: an exception, or what llama.cpp or the system prints.
 _LAST_WORDS = re.compile(r"(\w+\.)*\w*(Error|Exception|Exit)\b.*|.*(ASSERT|terminate called|Killed).*")
@@ -144,9 +146,10 @@ def load_failure(lines: list[str]) -> str | None:
     for line in lines:
         if _CANNOT_LOAD in line:
             return line.partition(_CANNOT_LOAD)[2].strip()
-    if lines.count(_WORKER_STARTED) <= _MAX_DEATHS:
-        return None
-    return f"the worker died while it loaded the model: {_last_words(lines) or 'it said nothing'}"
+    last_words = _last_words(lines)
+    if lines.count(_WORKER_STARTED) > _MAX_DEATHS or (last_words and any(_WORKER_DIED in line for line in lines)):
+        return f"the worker died while it loaded the model: {last_words or 'it said nothing'}"
+    return None
 
 
 def is_ready(state: State) -> bool:

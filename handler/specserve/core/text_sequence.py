@@ -29,7 +29,8 @@ class TextParams:
     """How an answer's tokens become text, and what ends it but for EOS and its last allowed token."""
 
     stops: Iterable[str] = ()
-    stop_tokens: frozenset[int] = frozenset()  # they end the answer as EOS does
+    # They end the answer as EOS does; by token, the stop string that is its name, or ''.
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)
     includes_stop: bool = False  # the text has the stop string or token that ends it
     spells_control: bool = False  # the text has the names of control tokens
     tags: Mapping[int, str] = field(default_factory=dict)  # texts of control tokens that are read as text
@@ -52,7 +53,7 @@ class TextSequence(Sequence):
         self.finish_reason: FinishReason | None = "length" if nothing_to_do else None
         self.error: RequestError | None = None
         self._detokenizer = Detokenizer(self.text.stops, includes_stop=self.text.includes_stop)
-        self._last_text = ""
+        self._named_stop = self._last_text = ""
         self._deadline = math.inf
         # Where the text of each token that was read begins, in characters, and that of the next one.
         self._offsets = [0]
@@ -106,8 +107,10 @@ class TextSequence(Sequence):
         while self.finish_reason is None and self._read < self.generated:
             token = self.tokens[self.prompt_length + self._read]
             may_stop = self._read >= self.sampling.min_tokens
-            is_stop = may_stop and token in self.text.stop_tokens
-            if self.vocabulary.is_end_token(token) or (is_stop and not self.text.includes_stop):
+            is_end, is_stop = self.vocabulary.is_end_token(token), may_stop and token in self.text.stop_tokens
+            if is_stop and not is_end:
+                self._named_stop = self.text.stop_tokens[token]
+            if is_end or (is_stop and not self.text.includes_stop):
                 self.end("stop", eos=True)
                 return
             piece = self._piece(token)
@@ -143,7 +146,7 @@ class TextSequence(Sequence):
     @property
     def stop(self) -> str:
         """The stop string that ended it, of several the longest; '' where another end came first."""
-        return self._detokenizer.stop
+        return self._detokenizer.stop or self._named_stop
 
     @property
     def has_text(self) -> bool:
@@ -180,7 +183,7 @@ class TextSequence(Sequence):
         tokens, released = [], self._detokenizer.released
         spans = pairwise(self._offsets[self._taken :])
         for (begin, end), score in zip(spans, self.scores[self._taken :], strict=False):
-            if begin >= released if self.stop else end > released:
+            if begin >= released if self._detokenizer.stop else end > released:
                 break
             tokens.append(OutputToken(score, begin))
         self._taken += len(tokens)

@@ -80,7 +80,8 @@ def asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
     if key == "if":
         return bool({"then", "else"} & schema.keys())
     if key == "uniqueItems":
-        return value is True
+        max_items = schema.get("maxItems")
+        return value is True and not (isinstance(max_items, int) and max_items <= 1) and "array" in types_of(schema)
     if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
         return any(needs not in ([], True, {}) for needs in value.values())
     if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:

@@ -84,6 +84,8 @@ class _Reader:
         self._unions: dict[str, tuple[dict[str, Any], Any]] = {}
         # JSON pointers of subschemas with an `$id`, from which references below them start.
         self._identified: set[str] = set()
+        # By JSON pointer, the last step of where a keyword's value stands in the copy.
+        self._moved: dict[str, str] = {}
 
     def _refuse(self, reason: str, schema: dict[str, Any], *names: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
@@ -129,6 +131,8 @@ class _Reader:
                 self._refuse(f"{key!r} must be {shape}", copy, key)
             elif key == "anyOf" and "oneOf" in schema:
                 reworded.append({key: self._keyword(key, value, f"{pointer}/{key}")})
+                # Nothing stands there, so the compiler refuses references to these.
+                self._moved[f"{pointer}/{key}"] = "oneOf"
             elif key in keywords.SUPPORTED:
                 copy["anyOf" if key == "oneOf" else key] = self._keyword(key, value, f"{pointer}/{key}")
         if reworded:
@@ -166,6 +170,7 @@ class _Reader:
             elif others is not True:
                 # The compiler ignores `additionalItems` beside other subschemas.
                 schema |= {"prefixItems": schema["items"], "items": others}
+                self._moved |= {f"{pointer}/items": "prefixItems", f"{pointer}/additionalItems": "items"}
         for key in ("const", "enum", "pattern"):
             if keywords.is_unspelled(key, schema.get(key, "")):
                 self._refuse(f"{key!r} holds a control character, which an answer cannot spell", schema, key)
@@ -240,11 +245,19 @@ class _Reader:
             is_below = any("/".join(steps[: n + 1]) in self._identified for n in range(len(steps)))
             is_pointer = (reference + "/").startswith("#/") and not is_below
             if is_pointer and (pointer in self.copies or self._read_elsewhere(pointer)):
-                inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else pointer
+                inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else self._place(pointer)
                 schema["$ref"] = "#" + quote(inside, safe="/~")
                 self._targets[schema["$ref"]] = self.copies[pointer]
             else:
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
+
+    def _place(self, pointer: str) -> str:
+        """Return where the copy of a subschema stands."""
+        before = place = ""
+        for step in pointer.split("/")[1:]:
+            before += f"/{step}"
+            place += f"/{self._moved.get(before, step)}"
+        return place
 
     def _read_elsewhere(self, pointer: str) -> bool:
         """Copy a subschema below an unknown keyword, where many schemas keep what references lead to, if it is one."""

@@ -46,8 +46,7 @@ class Recorder:
     """Adds rounds to the statistics of their sequences, and tells the observers, whose failures cost no answer."""
 
     def __init__(self, observers: abc.Sequence[Observer]) -> None:
-        self._observers = observers
-        self._contained = LoggedOnce("metrics or traces are incomplete from now on")
+        self._observers = [(observer, LoggedOnce(f"{observer!r} is incomplete from now on")) for observer in observers]
 
     def record_round(self, steps: list[SequenceStep], started: float, now: float) -> None:
         """Record a round that began at `started`, after its tokens have been read."""
@@ -56,11 +55,11 @@ class Recorder:
         for step in steps:
             step.seconds.other = other_seconds * step.seconds.target_pass / pass_seconds
             step.count(now)
-            for observer in self._observers:
-                with self._contained:
+            for observer, contained in self._observers:
+                with contained:
                     observer.round(step)
 
     def record_end(self, record: EndRecord) -> None:
-        for observer in self._observers:
-            with self._contained:
+        for observer, contained in self._observers:
+            with contained:
                 observer.end(record)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +17,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
-from filelock import FileLock
 from pydantic import TypeAdapter
 
 from specserve.config import cache_directory, processor
@@ -50,12 +51,14 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
         EngineError: a forward pass failed.
     """
     path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
-    with ExitStack() as stack:
-        # Two workers that start together would slow each other down. Where there can be no lock, because the directory
-        # cannot be written or the file is another user's, `_store` says so.
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(path.with_name("lock")))
+    lock = -1
+    # Two workers that start together would slow each other down. Where there can be no lock, because the directory
+    # cannot be written, `_store` says so; one that other users may open, and so hold, is not used.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open_private(path.with_name("lock"), os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         if (known := _stored(path)) is not None:
             logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
             return known
@@ -66,6 +69,9 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
         logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
         _store(path, table, model)
         return table
+    finally:
+        if lock >= 0:
+            os.close(lock)
 
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:

@@ -49,8 +49,6 @@ _PREFIX_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models, ready to serve."""
-
     vocabulary: LlamaModel  # the target's
     grammars: GrammarCompiler
     target: KVCache
@@ -100,17 +98,7 @@ def load_models(config: HandlerConfig) -> Models:
         )
     repeats = kernels.repeating(target.left_to_llama_cpp)
     logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
-    return Models(
-        vocabulary=target_model,
-        grammars=grammars,
-        target=KVCache(target),
-        drafters=drafters,
-        placement=placement,
-        kernels=in_use,
-        config=config,
-        repeats=repeats,
-        draft=draft_model,
-    )
+    return Models(target_model, grammars, KVCache(target), drafters, placement, in_use, config, repeats, draft_model)
 
 
 def _load(model: ModelConfig) -> LlamaModel:

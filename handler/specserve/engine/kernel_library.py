@@ -14,6 +14,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from specserve.errors import Unusable
+
 FILE = "libspecserve_kernels.so"
 # specserve_built_for of library.cpp.
 _BUILT_FOR = re.compile(rb"specserve kernels for llama-cpp-python ([^\0]+)\0")
@@ -39,10 +41,6 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "cell_bytes": (_LONG, [_POINTER]),
     "save": (None, [_POINTER, _POINTER, _LONG, _POINTER]),
 }
-
-
-class Unusable(Exception):
-    """The message says why the kernels cannot be used."""
 
 
 def library_path() -> Path:

@@ -191,12 +191,8 @@ class KVCache:
         """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""
         wrong = [slot for slot in range(self.n_slots) if self.engine.cached_len(slot) != self.length(slot)]
         for slot in wrong:
-            logger.error(
-                "specserve: slot %d of a KV cache holds %d tokens instead of %d, and is emptied",
-                slot,
-                self.engine.cached_len(slot),
-                self.length(slot),
-            )
+            sentence = "specserve: slot %d of a KV cache holds %d tokens instead of %d, and is emptied"
+            logger.error(sentence, slot, self.engine.cached_len(slot), self.length(slot))
             self.truncate(slot, 0)
         return not wrong
 

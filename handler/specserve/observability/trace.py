@@ -22,10 +22,7 @@ _FILES, _BYTES = 5, 20 * 2**20
 
 
 class Trace(RotatingFileHandler):
-    """An observer that writes JSON lines.
-
-    Args:
-        path: the file, which no other process may write; its directory is created if it does not exist.
+    """An observer that writes JSON lines to a file, which no other process may write; its directory is created.
 
     Raises:
         OSError: the directory cannot be written.

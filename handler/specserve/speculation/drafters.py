@@ -113,16 +113,12 @@ class Drafters:
                     length = n_drafted
                     break
                 q = None if sequence.sampling.is_greedy else one_hot(draft.token, self._vocabulary)
-                self._add(step, draft._replace(q=q), prices)
+                step.drafts.append(draft._replace(q=q))
+                prices.rows += 1
             if length:
                 return
             if not step.drafts:
                 step.refused.append(proposed[0])
-
-    @staticmethod
-    def _add(step: SequenceStep, draft: Draft, prices: Prices) -> None:
-        step.drafts.append(draft)
-        prices.rows += 1
 
     def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[SequenceStep]:
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
@@ -175,5 +171,6 @@ class Drafters:
         draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
-        self._add(step, draft, prices)
+        step.drafts.append(draft)
+        prices.rows += 1
         return True

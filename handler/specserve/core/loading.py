@@ -131,11 +131,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
-    """What lookups search beside a sequence's own text: finished answers, and the operator's files.
-
-    Raises:
-        ModelLoadError: a file cannot be read.
-    """
+    """What lookups search beside a sequence's own text: finished answers, and the operator's files."""
     texts = []
     for path in config.speculation.corpus:
         try:
@@ -234,11 +230,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
 def _pass_costs(
     engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
 ) -> PassCosts:
-    """The costs of a model's passes; those of a draft model follow the target's.
-
-    Raises:
-        ModelLoadError: a forward pass failed; the engine is closed.
-    """
+    """The costs of a model's passes, a draft's by the target's; ModelLoadError, the engine closed, if one fails."""
     code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
     try:
         table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)

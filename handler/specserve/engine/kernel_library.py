@@ -58,11 +58,7 @@ def _installed(file: str) -> Path | None:
 
 
 def check_version() -> None:
-    """Refuse a library that is not for the installed llama-cpp-python.
-
-    Raises:
-        Unusable: it was not built, or for another one.
-    """
+    """Raise `Unusable` where no library is built, or one that is not for the installed llama-cpp-python."""
     path = library_path()
     if not path.exists():
         # CMakeLists.txt has noted the reason.

@@ -42,11 +42,7 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _REPEATS = 2048, 1536, (1, 4, 8), 5
 
 
 def run() -> None:
-    """Try the kernels in another process, unless they have passed under the same conditions.
-
-    Raises:
-        Unusable: that process crashed, failed or did not end, or results are wrong.
-    """
+    """Try the kernels in another process, unless they have passed before; `Unusable` if they fail."""
     check_version()
     conditions = f"{checksum()} {importlib.metadata.version('llama-cpp-python')} {processor()}"
     note = cache_directory() / "kernels" / hashlib.sha256(conditions.encode()).hexdigest()[:32]

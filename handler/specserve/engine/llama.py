@@ -200,11 +200,7 @@ class LlamaEngine:
             self._cells[slot, start:end] = self._attention.cells()
 
     def _check(self, rows: list[Row]) -> dict[int, int]:
-        """The cached length of every slot of these rows, before the pass.
-
-        Raises:
-            EngineError: such a pass is not possible.
-        """
+        """The cached length of every slot of these rows; an EngineError where such a pass is not possible."""
         wanted, alternatives = sum(row.wants_logits for row in rows), sum(row.alternative for row in rows)
         if not 0 < len(rows) <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")

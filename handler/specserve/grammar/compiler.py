@@ -61,10 +61,7 @@ _CACHED_GRAMMARS = 8
 
 
 class GrammarCompiler:
-    """Compiles schemas and grammars for a vocabulary, the target's.
-
-    What is invalid, not supported or too large is a `RequestError`, a 400.
-    """
+    """Compiles schemas and grammars for a vocabulary; what it cannot take is a `RequestError`, a 400."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -28,11 +28,7 @@ _ANY = r"/[\u{0}-\u{10FFFF}]/"
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Return the grammar in llguidance's Lark, with `start` for `root`.
-
-    Raises:
-        Unusable: it is not GBNF, or too large.
-    """
+    """Return a grammar in llguidance's Lark, with `start` for `root`; `Unusable` if it is not GBNF, or too large."""
     if len(text.encode()) > MAX_TEXT:
         raise Unusable(f"it is longer than {MAX_TEXT // 1024} KiB")
     rules = _read(text)

@@ -50,11 +50,7 @@ def to_distribution(logits: FloatArray, sampling: SamplingParams) -> FloatArray:
 
 
 def argmax(logits: FloatArray) -> int:
-    """The token with the largest logit, the lowest id among equals; logits have shape (vocabulary,).
-
-    Raises:
-        FloatingPointError: that logit is not finite.
-    """
+    """The token with the largest logit, the lowest id among equals; a FloatingPointError if that is not finite."""
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
         raise FloatingPointError("The model gave logits that are not finite.")

@@ -135,11 +135,7 @@ class Drafters:
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
     def _draft_by_model(self, model: DraftModel, steps: list[SequenceStep], prices: Prices, *, is_shared: bool) -> None:
-        """Draft one token for each of these steps in one pass, and what proposers add.
-
-        Raises:
-            DraftError: the pass failed.
-        """
+        """Draft one token for each of these steps in one pass, and what proposers add; DraftError if it fails."""
         began = self._clock()
         logits = model.read(steps, is_shared=is_shared)
         read = self._clock()

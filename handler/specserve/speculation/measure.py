@@ -41,9 +41,6 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
     """The cost table of a model's file, from an earlier start if nothing it depends on has changed.
 
     The engine's slots are empty; `kernels` identifies the code that computes.
-
-    Raises:
-        EngineError: a forward pass failed.
     """
     path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
     with ExitStack() as stack:
@@ -65,11 +62,7 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
 
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
-    """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty.
-
-    Raises:
-        EngineError: a pass failed.
-    """
+    """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty."""
     near, far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
     most = min(engine.max_rows, engine.slot_length - near)
     rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))

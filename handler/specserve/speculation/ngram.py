@@ -112,10 +112,7 @@ class NgramIndex:
         return next((n for n, (own, other) in enumerate(pairs) if own != other), most)
 
     def matches(self, suffix: abc.Sequence[int], most: int = _NEWEST) -> Iterator[tuple[int, int]]:
-        """The newest occurrences of the last n tokens of `suffix`, of at most so many runs of their hash.
-
-        Each is the position where it ends, and the number of tokens before that which agree.
-        """
+        """Where the newest occurrences of the last n tokens of `suffix` end, and how many tokens before that agree."""
         if len(suffix) < self._n:
             return
         position = self._newest[self._hash(suffix[-self._n :])]

@@ -247,11 +247,7 @@ def _read(schema: dict[str, Any], what: str, param: str) -> ReadSchema:
 
 
 def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[ReadSchema]:
-    """Yield the schema of a tool's arguments as the compiler takes it; if it is not strict then weaker and weaker ones.
-
-    Raises:
-        RequestError: a strict one cannot be asserted as a whole, or the arguments are no object.
-    """
+    """Yield a tool's schema as the compiler takes it; if it is not strict, then weaker and weaker ones."""
     if schema.get("type", "object") not in ("object", ["object"], None):
         raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
     whole = {**schema, "type": "object"}

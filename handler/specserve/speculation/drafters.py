@@ -66,11 +66,7 @@ class Drafters:
     def draft(
         self, steps: list[SequenceStep], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
     ) -> None:
-        """Add drafts and alternatives to the steps of a round, together at most `max_drafts` for each.
-
-        `kv_len` is how many tokens of the target's cache a row attends to; `awaiting_first_token` is the number of
-        sequences in prefill or about to be.
-        """
+        """Add drafts and alternatives to the steps of a round, at most `max_drafts` a step; see `run_round`."""
         if not any(step.max_drafts > 0 for step in steps):
             return
         decoding = [step.sequence for step in steps if not step.in_prefill]

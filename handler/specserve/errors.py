@@ -54,6 +54,10 @@ class MaskDeferred(SpecserveError):
     """The round has no time left for a grammar mask; the sequence continues in the next round."""
 
 
+class Unusable(Exception):
+    """A schema, a grammar or the kernels cannot be used; the message says why, and callers say what."""
+
+
 @dataclass(eq=False)
 class RequestError(SpecserveError):
     """A request is refused or failed; its response is OpenAI's error object."""

@@ -9,10 +9,7 @@ from pathlib import Path
 
 
 def open_private(path: Path | str, flags: int) -> int:
-    """Open a file that is this user's and that nobody else may open; an opener for `open`.
-
-    Returns:
-        Its descriptor.
+    """Open a file that is this user's and that nobody else may open, and return its descriptor: an opener for `open`.
 
     Raises:
         OSError: it cannot be opened, or is not such a file.

@@ -243,7 +243,6 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """How many more tokens may be committed."""
         return self.max_tokens - self.generated
 
     def release(self) -> None:

@@ -39,7 +39,6 @@ class Shares(Generic[Key, Value]):
             self.remove(*entry[:2])
 
     def remove(self, client: str, key: Key) -> None:
-        """Forget a value, if there is one."""
         _, size = self._entries[client].pop(key, (None, 0))
         self._sizes[client] -= size
         self.total -= size

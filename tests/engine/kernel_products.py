@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from specserve.config import processor
 from specserve.engine import kernels
-from specserve.engine.kernel_library import Unusable, library
+from specserve.engine.kernel_library import library
 from specserve.engine.kernel_trial import product, quantised
+from specserve.errors import Unusable
 
 __all__ = ["BLOCK", "FORMATS", "SUPPORTED_VARIANTS", "exact", "needs_kernels", "product", "quantised", "variants"]
 

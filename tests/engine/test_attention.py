@@ -18,10 +18,10 @@ from planted import build_library
 from specserve.config import CacheType
 from specserve.engine import kernel_library, kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.kernel_library import Unusable, library
+from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import EngineError
+from specserve.errors import EngineError, Unusable
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
 

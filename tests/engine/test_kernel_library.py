@@ -16,6 +16,7 @@ import pytest
 
 from kernel_products import needs_kernels
 from specserve.engine import kernel_library, kernel_trial, kernels
+from specserve.errors import Unusable
 
 pytestmark = needs_kernels
 
@@ -161,7 +162,7 @@ def test_a_library_is_tried_until_it_has_passed(
 
     def run() -> None:
         for reason in trials.pop(0):
-            raise kernel_library.Unusable(reason)
+            raise Unusable(reason)
 
     monkeypatch.setattr(kernel_trial, "_run_in_another_process", run)
     assert kernels.use("auto").sentence == "llama.cpp's own kernels compute: attention is wrong"

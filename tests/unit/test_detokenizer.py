@@ -58,6 +58,14 @@ def test_character_is_released_when_it_is_complete() -> None:
     assert texts == ["a", "", "🙂b", ""]
 
 
+def test_longest_match_of_several_stop_strings_is_withheld_and_one_may_overlap_text_that_could_not_stop() -> None:
+    assert released([b"a", b"b"], ["ab", "cc"]) == (["", "", ""], True)
+    stream = Detokenizer(["aa"])
+    stream.push(b"aa", may_stop=False)
+    stream.push(b"a")
+    assert (stream.take(), stream.stop) == ("aa", "aa")
+
+
 def test_work_per_character_does_not_grow_with_the_withheld_text() -> None:
     """Of sixteen stop strings of 1,000 characters one withholds all of the text, and the others almost none."""
     stops = ["a" * 999 + "b", *("a" * length + "b" * (1000 - length) for length in range(1, 16))]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, Match, ThinkingTags, find, take
+from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, find, take
 
 
 class Text(NamedTuple):
@@ -134,7 +134,7 @@ class AnswerReader:
         text, rest = self._held[: found.position], self._held[found.position :]
         if found.form and found.match:
             parts = self._text("" if self._first and not text.strip(BETWEEN) else text.rstrip(WHITESPACE))
-            return [*parts, self._call(found.form, found.match)]
+            return [*parts, self._call(found.form, *found.match)]
         if self._done:
             self._held = ""
             # What is cut after a trigger was a call.
@@ -153,18 +153,18 @@ class AnswerReader:
         self._first, self._has_text = False, True
         return [Text(text)]
 
-    def _call(self, form: CallForm, match: Match) -> Part:
+    def _call(self, form: CallForm, end: int, name: str) -> Part:
         """Begin the call whose opening is matched; an opening that ends with the arguments' bracket leaves that."""
-        self._held = self._held[match.end - (not form.tag) :]
+        self._held = self._held[end - (not form.tag) :]
         self._form, self._read = form, self._read_before
         self.calls += 1
-        return Call(self.calls - 1, f"call_{secrets.token_hex(12)}", match.name)
+        return Call(self.calls - 1, f"call_{secrets.token_hex(12)}", name)
 
     def _read_before(self) -> list[Part] | None:
         """Read what stands between a call's name and its arguments."""
         found = take(self._form.rest, self._held, 0, self._names)
-        if isinstance(found, Match):
-            self._held, self._read = self._held[found.end :], self._read_arguments
+        if isinstance(found, tuple):
+            self._held, self._read = self._held[found[0] :], self._read_arguments
             return []
         return None if found else self._end_call(0)
 
@@ -192,11 +192,11 @@ class AnswerReader:
         """Read the end of a call, and the beginning of the next one in its block."""
         form = self._form
         following = bool(form.next_opening) and take(form.next_opening, self._held, 0, self._names)
-        if isinstance(following, Match):
-            return [self._call(form, following)]
+        if isinstance(following, tuple):
+            return [self._call(form, *following)]
         closing = take(form.closing, self._held, 0, self._names)
-        if isinstance(closing, Match):
-            return self._end_call(closing.end)
+        if isinstance(closing, tuple):
+            return self._end_call(closing[0])
         return None if following or closing else self._end_call(0)
 
     def _end_call(self, count: int) -> list[Part]:

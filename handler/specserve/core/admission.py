@@ -47,8 +47,6 @@ def promised_cells(sequence: Sequence) -> int:
 
 @dataclass(eq=False)
 class Waiting:
-    """The sequences that wait for a slot."""
-
     running: list[TextSequence]  # those that have one, in the order of their admission; changed here
     target: KVCache
     cache: PrefixCache
@@ -103,7 +101,6 @@ class Waiting:
         self._blocked = 0
 
     def admit(self) -> None:
-        """Give slots to waiting sequences, in turns."""
         waits_for_prefix = 0
         if self.cache.free_slots or any(map(self._is_aged, self._queue)):
             # The aged sequence for which others make way, and these.

@@ -7,22 +7,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 
-class _Match:
-    """How many characters at the beginning of a stop string the output ends with, by Knuth, Morris and Pratt."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self._table = _table(stop)
-        self.length = 0
-
-    def add(self, character: str) -> bool:
-        """Read a character of the output; returns whether the stop string ends with it."""
-        length = _extended(self.stop, self._table, self.length, character)
-        is_whole = length == len(self.stop)
-        self.length = self._table[-1] if is_whole else length
-        return is_whole
-
-
 class Detokenizer:
     """The text of one sequence; its end is held back while it may be the beginning of a stop string.
 
@@ -31,7 +15,9 @@ class Detokenizer:
 
     def __init__(self, stops: Iterable[str], *, includes_stop: bool = False) -> None:
         self._includes_stop = includes_stop
-        self._matches = [_Match(stop) for stop in stops]
+        # By stop string, how many characters at its beginning the output ends with (Knuth, Morris and Pratt).
+        self._matched = dict.fromkeys(stops, 0)
+        self._tables = {stop: _table(stop) for stop in self._matched}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._ready = ""
@@ -50,7 +36,6 @@ class Detokenizer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is text to take."""
         return bool(self._ready)
 
     def take(self) -> str:
@@ -64,14 +49,16 @@ class Detokenizer:
         before = len(self._held)
         self._held += text
         self.length += len(text)
-        for end, character in enumerate(text if self._matches else "", before + 1):
-            whole = [match.stop for match in self._matches if match.add(character)]
+        for end, character in enumerate(text if self._matched else "", before + 1):
+            for stop, length in self._matched.items():
+                self._matched[stop] = _extended(stop, self._tables[stop], length, character)
+            whole = [stop for stop, length in self._matched.items() if length == len(stop)]
             if whole and may_stop:
                 self.stop = max(whole, key=len)
                 self._release(end - (0 if self._includes_stop else len(self.stop)))
                 self._held = ""
                 return
-        withheld = max((match.length for match in self._matches), default=0)
+        withheld = max(self._matched.values(), default=0)
         self._release(len(self._held) - (withheld if may_stop else 0))
 
     def _release(self, count: int) -> None:
@@ -92,7 +79,7 @@ def _table(stop: str) -> list[int]:
 
 
 def _extended(stop: str, table: list[int], length: int, character: str) -> int:
-    """How many characters of `stop` match, if `length` have matched and one more comes."""
-    while length and stop[length] != character:
+    """How many characters of `stop` match, if `length`, perhaps all, have matched and one more comes."""
+    while length and stop[length : length + 1] != character:
         length = table[length - 1]
-    return length + (stop[length] == character)
+    return length + (stop[length : length + 1] == character)

@@ -49,8 +49,6 @@ _PREFIX_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Models:
-    """The loaded models, ready to serve."""
-
     vocabulary: LlamaModel  # the target's
     grammars: GrammarCompiler
     target: KVCache
@@ -100,17 +98,7 @@ def load_models(config: HandlerConfig) -> Models:
         )
     repeats = kernels.repeating(target.left_to_llama_cpp)
     logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
-    return Models(
-        vocabulary=target_model,
-        grammars=grammars,
-        target=KVCache(target),
-        drafters=drafters,
-        placement=placement,
-        kernels=in_use,
-        config=config,
-        repeats=repeats,
-        draft=draft_model,
-    )
+    return Models(target_model, grammars, KVCache(target), drafters, placement, in_use, config, repeats, draft_model)
 
 
 def _load(model: ModelConfig) -> LlamaModel:
@@ -143,11 +131,7 @@ def _placement(config: HandlerConfig) -> Placement:
 
 
 def _pools(config: HandlerConfig, model: LlamaModel) -> Pools:
-    """What lookups search beside a sequence's own text: finished answers, and the operator's files.
-
-    Raises:
-        ModelLoadError: a file cannot be read.
-    """
+    """What lookups search beside a sequence's own text: finished answers, and the operator's files."""
     texts = []
     for path in config.speculation.corpus:
         try:
@@ -246,11 +230,7 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
 def _pass_costs(
     engine: LlamaEngine, model: LlamaModel, placement: Placement, target: PassCosts | None = None
 ) -> PassCosts:
-    """The costs of a model's passes; those of a draft model follow the target's.
-
-    Raises:
-        ModelLoadError: a forward pass failed; the engine is closed.
-    """
+    """The costs of a model's passes, a draft's by the target's; ModelLoadError, the engine closed, if one fails."""
     code = f"{kernels.identity()} {build_description()} {'a draft' if target else ''}"
     try:
         table = measured_costs(engine, model.path, threads=placement.usable.threads, kernels=code)

@@ -79,7 +79,6 @@ class PrefixCache:
         return sequence.generated > 0 and self.pending(sequence) == 1
 
     def is_restoring(self, sequence: Sequence) -> bool:
-        """Whether a sequence's prefix is still coming back from host memory."""
         return sequence in self._restoring
 
     def find(self, sequence: Sequence) -> Match:
@@ -181,7 +180,6 @@ class PrefixCache:
         return failed
 
     def clear(self, sequence: Sequence) -> None:
-        """Empty the slot of a sequence that has failed."""
         self._truncate(sequence.slot, 0)
 
     def _choose(self, sequence: Sequence, match: Match) -> int:
@@ -196,7 +194,6 @@ class PrefixCache:
         return min(free, key=lambda slot: (length(slot) > 0, match.shared > 0 and slot == match.slot))
 
     def _free(self, sequence: Sequence) -> None:
-        """Free a sequence's slot, which keeps its tokens."""
         slot = sequence.slot
         self._restoring.pop(sequence, None)
         self._unstored.discard(slot)

@@ -37,12 +37,8 @@ class PrefixStore:
     """The blocks of all owners, within a limit of bytes.
 
     Where room is short, the client with the most blocks loses the one that it used longest ago (shares.py). No other
-    block follows that one, since using a block uses all before it, too.
-
-    Args:
-        token_bytes: of a token's keys and values.
-        max_bytes: of all blocks, their keys, values and tokens; a store of 0 bytes keeps nothing. Beside them Python's
-            objects take half a kilobyte a block.
+    block follows that one, since using a block uses all before it, too. A store of 0 bytes keeps nothing; beside its
+    limit Python's objects take half a kilobyte a block.
     """
 
     def __init__(self, token_bytes: int = 0, max_bytes: int = 0) -> None:
@@ -127,5 +123,4 @@ class PrefixStore:
 
 
 def _packed(tokens: list[int], first: int) -> bytes:
-    """The tokens of the block that begins at a position."""
     return array("i", tokens[first : first + BLOCK_TOKENS]).tobytes()

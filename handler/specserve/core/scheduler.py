@@ -45,20 +45,14 @@ _WAIT_SECONDS, _WAIT_PASSES = 0.25, 7
 
 
 def max_wait(milliseconds: float | None, cost: PassCosts) -> float:
-    """The seconds that prefill may add to a round of sequences that decode.
-
-    `milliseconds` is as configured; None derives it from the machine's speed, by the cost of the target's passes.
-    """
+    """The seconds that prefill may add to a round that decodes: as configured, or by the machine's speed."""
     if milliseconds is not None:
         return milliseconds / 1000
     return max(_WAIT_SECONDS, _WAIT_PASSES * cost.seconds(1, 0))
 
 
 def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max_wait_seconds: float) -> int:
-    """The longest prefill chunk, of 4 to `max_rows` tokens, that adds at most `max_wait_seconds` to a pass of `rows`.
-
-    A row of the chunk attends to `kv_len` cached tokens.
-    """
+    """The longest prefill chunk, of 4 to `max_rows` tokens, that adds at most `max_wait_seconds` to a pass."""
     max_rows = max(0, max_rows)
     seconds = cost.curve(rows + max_rows, kv_len)
     # By estimate a wider pass may be faster than a narrower one.

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from specserve.core.detokenizer import Detokenizer
 from specserve.engine.base import Vocabulary
@@ -17,11 +17,6 @@ from specserve.observability.records import EndRecord
 from specserve.sequence import Sequence, Source, TokenScore
 
 FinishReason = Literal["stop", "length"]
-
-
-class OutputToken(NamedTuple):
-    score: TokenScore
-    offset: int  # of its text in the output, in characters
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class TextSequence(Sequence):
             piece = self._piece(token)
             self._detokenizer.push(piece, may_stop=may_stop)
             self._offsets.append(self._detokenizer.length)
-            if self.stop or is_stop or self._grammar_is_complete():
+            if self.stop or is_stop or (self.constraint and self.constraint.complete(self.answer[: self._read])):
                 self.end("stop")
             elif self._read >= self.max_tokens or (b"\n" in piece and self.clock() > self._deadline):
                 self.end("length")
@@ -130,9 +125,6 @@ class TextSequence(Sequence):
         if token in self.text.tags:
             return self.text.tags[token].encode()
         return self.vocabulary.name(token) if self.text.spells_control else self.vocabulary.piece(token)
-
-    def _grammar_is_complete(self) -> bool:
-        return self.constraint is not None and self.constraint.complete(self.answer[: self._read])
 
     def end(self, reason: FinishReason, *, eos: bool = False) -> None:
         """End with the tokens that were read; `eos` is whether an end token followed."""
@@ -150,7 +142,6 @@ class TextSequence(Sequence):
 
     @property
     def has_text(self) -> bool:
-        """Whether there is text to take."""
         return self._detokenizer.ready
 
     def take_text(self) -> str:
@@ -175,8 +166,8 @@ class TextSequence(Sequence):
             begin = end - offset
         return pieces
 
-    def take_tokens(self) -> list[OutputToken]:
-        """The scored tokens whose text was released since the last call.
+    def take_tokens(self) -> list[tuple[TokenScore, int]]:
+        """The scored tokens whose text was released since the last call, and where in the output it begins.
 
         A token that a stop string cuts in two is one of them, a token after the cut is not.
         """
@@ -185,6 +176,6 @@ class TextSequence(Sequence):
         for (begin, end), score in zip(spans, self.scores[self._taken :], strict=False):
             if begin >= released if self._detokenizer.stop else end > released:
                 break
-            tokens.append(OutputToken(score, begin))
+            tokens.append((score, begin))
         self._taken += len(tokens)
         return tokens

@@ -28,17 +28,12 @@ class Row(NamedTuple):
 
 
 class Vocabulary(Protocol):
-    """The vocabulary and the tokenizer that a model has."""
-
     size: int
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        """Tokenise `text`.
+        """Tokenise valid Unicode; in it, names of control tokens stand for these tokens if it is `special`.
 
-        Args:
-            text: valid Unicode.
-            special: whether names of control tokens stand for these tokens.
-            begin: whether to prepend the BOS token, if the model's prompts begin with it.
+        A text that may `begin` a prompt gets the BOS token, if the model's prompts begin with it.
         """
 
     def piece(self, token: int) -> bytes:
@@ -85,10 +80,9 @@ class Engine(Protocol):
         """Return how many cached tokens attention reads for a row of one of these slots, its own or not."""
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run one forward pass.
+        """Run one forward pass; returns logits, shape (rows with `wants_logits`, vocabulary), in the rows' order.
 
-        Returns:
-            Logits, shape (rows with `wants_logits`, vocabulary), in the rows' order; overwritten by the next call.
+        The next call overwrites them.
 
         Raises:
             EngineError: the pass failed, or its tokens do not fit into the free cells; the cache is unchanged.

@@ -24,10 +24,7 @@ _RECENT = 16_384
 
 
 class DraftHead:
-    """Chooses the groups of columns: those of the most frequent tokens, of what was read recently, and of some others.
-
-    These others, `always`, are for example the tokens that end an answer.
-    """
+    """Chooses groups of columns: of frequent tokens, of what was read recently, and of `always`, such as end tokens."""
 
     def __init__(self, size: int, always: Iterable[int]) -> None:
         self._until = np.zeros(-(-size // GROUP), np.int64)

@@ -14,6 +14,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from specserve.errors import Unusable
+
 FILE = "libspecserve_kernels.so"
 # specserve_built_for of library.cpp.
 _BUILT_FOR = re.compile(rb"specserve kernels for llama-cpp-python ([^\0]+)\0")
@@ -41,10 +43,6 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-class Unusable(Exception):
-    """The message says why the kernels cannot be used."""
-
-
 def library_path() -> Path:
     """Return where the library should be: beside this module in an archive, else where pip installed it."""
     beside = Path(__file__).with_name(FILE)
@@ -60,11 +58,7 @@ def _installed(file: str) -> Path | None:
 
 
 def check_version() -> None:
-    """Refuse a library that is not for the installed llama-cpp-python.
-
-    Raises:
-        Unusable: it was not built, or for another one.
-    """
+    """Raise `Unusable` where no library is built, or one that is not for the installed llama-cpp-python."""
     path = library_path()
     if not path.exists():
         # CMakeLists.txt has noted the reason.

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from specserve.config import cache_directory, processor
 from specserve.engine import kernel_library
 from specserve.engine.base import FloatArray
-from specserve.engine.kernel_library import Unusable, check_version, checksum, library
+from specserve.engine.kernel_library import check_version, checksum, library
+from specserve.errors import Unusable
 from specserve.private_file import open_private
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,7 @@ _TIMED_K, _TIMED_COLUMNS, _TIMED_ROWS, _REPEATS = 2048, 1536, (1, 4, 8), 5
 
 
 def run() -> None:
-    """Try the kernels in another process, unless they have passed under the same conditions.
-
-    Raises:
-        Unusable: that process crashed, failed or did not end, or results are wrong.
-    """
+    """Try the kernels in another process, unless they have passed before; `Unusable` if they fail."""
     check_version()
     conditions = f"{checksum()} {importlib.metadata.version('llama-cpp-python')} {processor()}"
     note = cache_directory() / "kernels" / hashlib.sha256(conditions.encode()).hexdigest()[:32]
@@ -169,8 +166,7 @@ def product(
 ) -> tuple[FloatArray, float]:
     """Multiply by the variant in use, or by llama.cpp's kernels, in a graph.
 
-    Returns:
-        The product, shape (rows, columns), and the seconds of the fastest run; infinite ones if it failed.
+    Returns the product, shape (rows, columns), and the seconds of the fastest run; infinite ones if it failed.
     """
     x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(blocks)
     (rows, k), columns = x.shape, len(blocks)
@@ -189,11 +185,7 @@ def attend(
     is_8_bit: bool = False,
     threads: int = 1,
 ) -> FloatArray | None:
-    """Attend by the variant in use, in a graph of llama.cpp's, over a cache that may be 8-bit.
-
-    Returns:
-        Shape (rows, heads, size); None if llama.cpp attended.
-    """
+    """Attend by the variant in use, in a graph; shape (rows, heads, size), None if llama.cpp attended."""
     (rows, heads, size), (cells, key_heads, _) = queries.shape, keys.shape
     mask = np.where(visible, np.float16(0), np.float16(-np.inf))
     arrays: list[NDArray[Any]] = [queries.transpose(1, 0, 2), keys, values, positions, mask]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from specserve.engine import kernel_trial
-from specserve.engine.kernel_library import Unusable, checksum, library, loaded
+from specserve.engine.kernel_library import checksum, library, loaded
+from specserve.errors import Unusable
 
 Mode = Literal["auto", "off"]
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
@@ -39,10 +40,7 @@ def use(mode: Mode, *, variant: str | None = None) -> Kernels:
     """Select the kernels for models loaded from now on, and for all attention: specserve's only if they are right.
 
     The first call in a process must precede the first load of a model, when llama.cpp reads its list of buffer types.
-
-    Args:
-        mode: `off` selects llama.cpp's kernels.
-        variant: one of VARIANTS, instead of the best that the processor supports; it is then not tried.
+    `variant` is one of VARIANTS, instead of the best that the processor supports; it is not tried.
     """
     global _in_use  # noqa: PLW0603 - as the library's own state
     _in_use = _choose(mode, variant)
@@ -82,10 +80,9 @@ def calls() -> tuple[int, int]:
 
 
 def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
-    """Return what llama.cpp's kernels compute in the forward passes in `run`, in part or whole; no others may run.
+    """Return which of "matrix products" and "attention" llama.cpp computes, also in part, in the passes in `run`.
 
-    Returns:
-        Of "matrix products" and "attention" those that specserve's kernels do not compute all of.
+    No others may run meanwhile.
     """
     found, before = loaded(), calls()
     if found:

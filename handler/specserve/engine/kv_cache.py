@@ -115,11 +115,7 @@ class KVCache:
         return start + shared if shared else 0
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`.
-
-        Raises:
-            EngineError: the pass failed; the cache is unchanged.
-        """
+        """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`."""
         added = sum(not row.alternative for row in rows)
         if added > self.free_cells:
             raise EngineError(
@@ -152,11 +148,7 @@ class KVCache:
         self._start[slot] = start
 
     def copy(self, source: int, destination: int, end: int) -> None:
-        """Replace what a slot holds by what another one holds before position `end`, without computing it again.
-
-        Raises:
-            EngineError: the source holds less.
-        """
+        """Replace what a slot holds by what another one holds before position `end`, without computing it."""
         length = end - self._start[source]
         self.engine.copy(source, destination, length)
         self._drop(destination, 0)
@@ -176,11 +168,7 @@ class KVCache:
         return list(self._tokens[slot])
 
     def load(self, slot: int, tokens: list[int], saved: NDArray[np.uint8]) -> None:
-        """Append tokens, one for each row of `saved`, to a slot whose `start` is 0; see `Engine.load`.
-
-        Raises:
-            EngineError: they do not fit; the cache is unchanged.
-        """
+        """Append tokens, one for each row of `saved`, to a slot whose `start` is 0; see `Engine.load`."""
         if len(tokens) > self.free_cells:
             raise EngineError(f"{len(tokens)} tokens do not fit into {self.free_cells} free cells of the KV cache.")
         self.engine.load(slot, saved)
@@ -191,12 +179,8 @@ class KVCache:
         """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""
         wrong = [slot for slot in range(self.n_slots) if self.engine.cached_len(slot) != self.length(slot)]
         for slot in wrong:
-            logger.error(
-                "specserve: slot %d of a KV cache holds %d tokens instead of %d, and is emptied",
-                slot,
-                self.engine.cached_len(slot),
-                self.length(slot),
-            )
+            sentence = "specserve: slot %d of a KV cache holds %d tokens instead of %d, and is emptied"
+            logger.error(sentence, slot, self.engine.cached_len(slot), self.length(slot))
             self.truncate(slot, 0)
         return not wrong
 

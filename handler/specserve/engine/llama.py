@@ -30,13 +30,6 @@ class LlamaEngine:
     depends neither on where in the cache they are nor on other rows. llama.cpp's kernel, which also computes what ours
     cannot, reads the cells of all sequences, and sums in their order. `left_to_llama_cpp` tells which one computes.
 
-    Args:
-        n_cells: None for all that the slots can hold.
-        threads: compute threads, anywhere; a pool binds them to cores, and says how many they are.
-        head: which logits are computed; others are -inf. Without specserve's kernels, or by default, all are.
-        pool: compute threads that engines share.
-        cache_type: of keys and values; specserve's attention keeps 16-bit integers for `f16`.
-
     Raises:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
@@ -47,14 +40,14 @@ class LlamaEngine:
         *,
         n_slots: int,
         context_length: int,
-        threads: int,
+        threads: int,  # anywhere; a pool binds them to cores, and says how many they are
         max_rows: int,
         max_logits: int,
-        n_cells: int | None = None,
-        head: DraftHead | None = None,
+        n_cells: int | None = None,  # None for all that the slots can hold
+        head: DraftHead | None = None,  # the logits that specserve's kernels compute; others are -inf
         max_alternatives: int = 0,
         pool: ThreadPool | None = None,
-        cache_type: CacheType = "f16",
+        cache_type: CacheType = "f16",  # of keys and values; specserve's attention keeps 16-bit integers for `f16`
     ) -> None:
         self.n_slots = n_slots
         self.n_cells = n_slots * context_length if n_cells is None else n_cells
@@ -162,7 +155,6 @@ class LlamaEngine:
         return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
 
     def _fill(self, count: int, tokens: ArrayLike, slots: ArrayLike, positions: ArrayLike, wants: ArrayLike) -> None:
-        """Fill the batch with so many rows."""
         self._tokens[:count] = tokens
         self._sequences[:count, 0] = slots
         self._counts[:count] = 1
@@ -208,11 +200,7 @@ class LlamaEngine:
             self._cells[slot, start:end] = self._attention.cells()
 
     def _check(self, rows: list[Row]) -> dict[int, int]:
-        """The cached length of every slot of these rows, before the pass.
-
-        Raises:
-            EngineError: such a pass is not possible.
-        """
+        """The cached length of every slot of these rows; an EngineError where such a pass is not possible."""
         wanted, alternatives = sum(row.wants_logits for row in rows), sum(row.alternative for row in rows)
         if not 0 < len(rows) <= self.max_rows:
             raise EngineError(f"A forward pass takes 1 to {self.max_rows} rows, not {len(rows)}.")

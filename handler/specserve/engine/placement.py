@@ -140,18 +140,13 @@ class Workers:
 
 
 class Placement:
-    """Chooses the cores of passes, and moves the compute threads; for the thread that runs passes alone.
-
-    Args:
-        workers: others on the same cores; None where the operator has chosen the cores.
-        read: the machine's counters.
-    """
+    """Chooses the cores of passes, and moves the compute threads; for the thread that runs passes alone."""
 
     def __init__(
         self,
         usable: Usable,
         pool: ThreadPool,
-        workers: Workers | None = None,
+        workers: Workers | None = None,  # others on the same cores; None where the operator has chosen the cores
         read: Callable[[], Usage] = read_usage,
         clock: Callable[[], float] = monotonic,
     ) -> None:

@@ -92,15 +92,8 @@ def _elements(form: str) -> list[str]:
     return [part for part in re.split(f"({SPACE})", form) if part]
 
 
-class Match(NamedTuple):
-    """Where a text that elements take ends, and the tool's name in it."""
-
-    end: int
-    name: str
-
-
-def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> Match | bool:
-    """Match elements with a text from `begin` on; else tell whether more text may complete them."""
+def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> tuple[int, str] | bool:
+    """Match elements with a text from `begin` on: its end, and the tool's name; else whether more may complete them."""
     position, name = begin, ""
     for part in parts:
         if part == SPACE:
@@ -120,7 +113,7 @@ def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> 
             if len(there) < len(part):
                 return True
             position += len(part)
-    return Match(position, name)
+    return position, name
 
 
 class Found(NamedTuple):
@@ -128,7 +121,7 @@ class Found(NamedTuple):
 
     position: int
     form: CallForm | None = None
-    match: Match | None = None
+    match: tuple[int, str] | None = None
 
 
 def find(
@@ -146,7 +139,7 @@ def find(
             if form.only_first and position != begin_of_text:
                 continue
             found = take(form.trigger if triggers else form.opening, text, position, names)
-            if isinstance(found, Match):
+            if isinstance(found, tuple):
                 return Found(position, form, found)
             may_begin |= found
         if may_begin:

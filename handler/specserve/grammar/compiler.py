@@ -16,12 +16,12 @@ from typing import Any
 import llguidance
 
 from specserve.engine.base import Vocabulary
-from specserve.errors import RequestError
+from specserve.errors import RequestError, Unusable
 from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, in_one_line
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
-from specserve.grammar.gbnf import UnusableGrammar, gbnf_to_lark
-from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, UnusableSchema, read_schema
+from specserve.grammar.gbnf import gbnf_to_lark
+from specserve.grammar.schema import MAX_SUBSCHEMAS, MAX_TEXT, ReadSchema, read_schema
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax, call_grammar
 
 # Seconds of the engine's thread that the masks of a request may take; a mask of a real schema takes 0.1 to 1 ms.
@@ -61,10 +61,7 @@ _CACHED_GRAMMARS = 8
 
 
 class GrammarCompiler:
-    """Compiles schemas and grammars for a vocabulary, the target's.
-
-    What is invalid, not supported or too large is a `RequestError`, a 400.
-    """
+    """Compiles schemas and grammars for a vocabulary; what it cannot take is a `RequestError`, a 400."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -157,10 +154,9 @@ class GrammarCompiler:
         return schema
 
     def gbnf(self, grammar: str) -> Constraint:
-        """Return a constraint to a grammar in llama.cpp's format."""
         try:
             lark = gbnf_to_lark(grammar)
-        except UnusableGrammar as error:
+        except Unusable as error:
             raise _refusal("grammar", error, "grammar") from error
         return self._constraint(_HEADER + lark, "grammar", "grammar", is_json=False)
 
@@ -240,23 +236,18 @@ class _Pieces:
 
 
 def _with_options(schema: ReadSchema, options: Mapping[str, Any]) -> str:
-    """Return a schema with the compiler's options."""
     return json.dumps({"x-guidance": options})[:-1] + (", " if schema.text != "{}" else "") + schema.text[1:]
 
 
 def _read(schema: dict[str, Any], what: str, param: str) -> ReadSchema:
     try:
         return read_schema(schema)
-    except UnusableSchema as error:
+    except Unusable as error:
         raise _refusal(what, error, param) from error
 
 
 def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[ReadSchema]:
-    """Yield the schema of a tool's arguments as the compiler takes it; if it is not strict then weaker and weaker ones.
-
-    Raises:
-        RequestError: a strict one cannot be asserted as a whole, or the arguments are no object.
-    """
+    """Yield a tool's schema as the compiler takes it; if it is not strict, then weaker and weaker ones."""
     if schema.get("type", "object") not in ("object", ["object"], None):
         raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
     whole = {**schema, "type": "object"}
@@ -264,7 +255,7 @@ def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[Re
         yield _read(whole, f"tool '{name}'", "tools")
         return
     for without in (frozenset[str](), _COSTLY, _COSTLY | {"$ref"}):
-        with suppress(UnusableSchema):
+        with suppress(Unusable):
             yield read_schema(whole, relaxes=True, without=without)
     yield ReadSchema('{"type": "object"}', relaxed=("parameters",))
 

@@ -83,7 +83,6 @@ class Constraint:
         self._layouts: dict[int, Layout] = {}
 
     def fork(self) -> Constraint:
-        """Return an independent constraint by the same grammar."""
         return Constraint(self._compiled, self._budget)
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:
@@ -136,7 +135,6 @@ class Constraint:
         return [] if -1 in tokens else tokens
 
     def _forced_text(self, max_bytes: int) -> bytes:
-        """Return the bytes that must follow the consumed tokens."""
         # Forcing changes a matcher, and with it the masks.
         matcher = self._matcher.deep_copy()
         layout = self._layout() if self._compiled.is_json else None
@@ -164,7 +162,6 @@ class Constraint:
         return b"" if gap is None else gap + bytes(others)
 
     def _layout(self) -> Layout:
-        """Return the layout after the consumed tokens."""
         known = max(self._layouts, default=0)
         rest = b"".join(map(self._compiled.vocabulary.piece, self._consumed[known:]))
         layout = self._layouts.get(known, Layout()).read(rest)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from graphlib import CycleError, TopologicalSorter
 
+from specserve.errors import Unusable
+
 # Bytes of UTF-8.
 MAX_TEXT = 32 * 1024
 # llguidance expands rules that double each other until it refuses them: 490 take 2 s, 2,300 take 50 s.
@@ -27,24 +29,16 @@ _SHORT = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 _ANY = r"/[\u{0}-\u{10FFFF}]/"
 
 
-class UnusableGrammar(ValueError):
-    """The grammar cannot be used; the message completes "cannot be used: "."""
-
-
 def gbnf_to_lark(text: str) -> str:
-    """Return the grammar in llguidance's Lark, with `start` for `root`.
-
-    Raises:
-        UnusableGrammar: it is not GBNF, or too large.
-    """
+    """Return a grammar in llguidance's Lark, with `start` for `root`; `Unusable` if it is not GBNF, or too large."""
     if len(text.encode()) > MAX_TEXT:
-        raise UnusableGrammar(f"it is longer than {MAX_TEXT // 1024} KiB")
+        raise Unusable(f"it is longer than {MAX_TEXT // 1024} KiB")
     rules = _read(text)
     if len(rules) > MAX_RULES:
         raise UnusableGrammar(f"it has more than {MAX_RULES} rules")
     uses = {name: {part[1:-1] for part in parts if part[0] == "<"} for name, parts in rules.items()}
     for name in sorted({"root"}.union(*uses.values()) - rules.keys()):
-        raise UnusableGrammar(f"the rule {name[:100]!r} is not defined")
+        raise Unusable(f"the rule {name[:100]!r} is not defined")
     try:
         TopologicalSorter(uses).prepare()
         kind = "RULE"
@@ -67,20 +61,19 @@ def _read(text: str) -> dict[str, list[str]]:
         match = _TOKEN.match(text, position)
         line = text.count("\n", 0, position) + 1
         if match is None:
-            raise UnusableGrammar(f"line {line} cannot be read")
+            raise Unusable(f"line {line} cannot be read")
         kind = str(match.lastgroup)
         value, position = match[kind], match.end()
         if kind == "defines" and value not in rules:
             parts = rules[value] = []
         elif kind != "space":
             if parts is None or kind == "defines":
-                raise UnusableGrammar(f"line {line} begins no new rule")
+                raise Unusable(f"line {line} begins no new rule")
             parts.append(_lark(kind, value))
     return rules
 
 
 def _lark(kind: str, value: str) -> str:
-    """Translate a token."""
     if kind == "name":
         return f"<{value}>"
     if kind == "literal":

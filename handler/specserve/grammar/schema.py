@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
+from specserve.errors import Unusable
 from specserve.grammar import keywords
 from specserve.grammar.unions import Exclusion, exactly_one_present
 
@@ -28,10 +29,6 @@ MAX_MULTIPLE = 10_000
 MAX_DEPENDENCIES = 4
 
 
-class UnusableSchema(Exception):
-    """The schema cannot be used; the message completes "cannot be used: "."""
-
-
 class ReadSchema(NamedTuple):
     """A schema as the compiler takes it."""
 
@@ -46,7 +43,7 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
     If it `relaxes` the schema, what cannot be asserted is left out, too, so that more values are valid.
 
     Raises:
-        UnusableSchema: the compiler would ignore or misread a part of it, or take too long.
+        Unusable: the compiler would ignore or misread a part of it, or take too long.
     """
     reader = _Reader(schema, relaxes=relaxes, without=without)
     try:
@@ -58,11 +55,11 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
             read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
         text = json.dumps(read, allow_nan=False)
     except RecursionError:
-        raise UnusableSchema("it is too deeply nested") from None
+        raise Unusable("it is too deeply nested") from None
     except ValueError:
-        raise UnusableSchema("it holds a number that JSON cannot spell") from None
+        raise Unusable("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
-        raise UnusableSchema(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
+        raise Unusable(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
     return ReadSchema(text, len(reader.copies), tuple(reader.relaxed))
 
 
@@ -90,21 +87,20 @@ class _Reader:
     def _refuse(self, reason: str, schema: dict[str, Any], *names: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
         if not self._relaxes:
-            raise UnusableSchema(reason)
+            raise Unusable(reason)
         for key in names:
             if schema.pop(key, self) is not self or key == names[0]:
                 self.relaxed[key] = None
 
     def read(self, schema: Any, pointer: str) -> Any:
-        """Copy the schema at a JSON pointer."""
         # Schema generators spell "nothing" this way.
         is_nothing = pointer and isinstance(schema, dict) and schema.get("not", False) in (True, {})
         copy: Any = False if is_nothing else {} if isinstance(schema, dict) else schema
         self.copies[pointer] = copy
         if len(self.copies) > MAX_SUBSCHEMAS:
-            raise UnusableSchema(f"it has more than {MAX_SUBSCHEMAS} subschemas")
+            raise Unusable(f"it has more than {MAX_SUBSCHEMAS} subschemas")
         if len(pointer) > _MAX_POINTER:
-            raise UnusableSchema("the names of its nested properties are too long")
+            raise Unusable("the names of its nested properties are too long")
         if not isinstance(copy, dict):
             return copy
         identity = schema.get("$id", schema.get("id"))
@@ -140,7 +136,6 @@ class _Reader:
             copy["allOf"] = [*copy.pop("allOf", []), *reworded]
 
     def _keyword(self, key: str, value: Any, pointer: str) -> Any:
-        """Copy the value of a keyword."""
         if key in keywords.IN_MAPS:
             return {name: self.read(part, f"{pointer}/{_escaped(name)}") for name, part in value.items()}
         if key in keywords.IN_LISTS or (key == "items" and isinstance(value, list)):
@@ -225,16 +220,16 @@ class _Reader:
         counts = ({"minProperties", "maxProperties"} & schema.keys() for schema in schemas)
         counted = sum(n for n, keys in zip(named, counts, strict=True) if keys)
         if by_pattern > MAX_PATTERN_PROPERTIES:
-            raise UnusableSchema(f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'")
+            raise Unusable(f"it has more than {MAX_PATTERN_PROPERTIES} 'patternProperties'")
         if joins and sum(("pattern" in schema) + ("format" in schema) for schema in schemas) > MAX_JOINED_PATTERNS:
-            raise UnusableSchema(f"it combines subschemas and has more than {MAX_JOINED_PATTERNS} patterns and formats")
+            raise Unusable(f"it combines subschemas and has more than {MAX_JOINED_PATTERNS} patterns and formats")
         if counted and (sum(named) + by_pattern if joins else counted) > MAX_COUNTED_PROPERTIES:
             reason = f"it has 'minProperties' or 'maxProperties' and more than {MAX_COUNTED_PROPERTIES} properties"
-            raise UnusableSchema(reason)
+            raise Unusable(reason)
         multiples = {Decimal(str(schema["multipleOf"])) for schema in schemas if schema.get("multipleOf")}
         factors = (max(abs(n), d) for n, d in (multiple.as_integer_ratio() for multiple in multiples))
         if prod(min(factor, MAX_MULTIPLE + 1) for factor in factors) > MAX_MULTIPLE:
-            raise UnusableSchema("'multipleOf' has too many digits")
+            raise Unusable("'multipleOf' has too many digits")
 
     def resolve(self) -> None:
         """Replace each reference by a pointer from the root."""

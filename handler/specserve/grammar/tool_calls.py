@@ -89,8 +89,6 @@ def call_grammar(
 
 
 class _State(NamedTuple):
-    """Where an answer is after some of its tokens."""
-
     # Of the open call, the tokens that spell its beginning, and the number of the answer's tokens up to there.
     begun: tuple[list[int], int] | None = None
     pending: str = ""  # in free text, what may have begun a call or tag
@@ -124,7 +122,6 @@ class CallConstraint:
         self._states = [_State(reasons=False if self.thinking is None else self.thinks_at_once or None)]
 
     def fork(self) -> CallConstraint:
-        """Return an independent constraint by the same grammar."""
         return replace(self, call=self.call.fork())
 
     def allowed(self, tokens: Sequence[int]) -> BoolArray | None:

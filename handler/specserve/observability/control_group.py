@@ -29,20 +29,15 @@ class Holdback:
     The speed-up is a ratio of geometric means, since seconds per token differ by factors between sequences. Both groups
     run in the same rounds, so a sequence without drafts is slowed by those with: the figure is what a client gets, not
     what a server without speculation could do.
-
-    Args:
-        share: the probability that a request is in the control group.
-        seed: of the draw.
     """
 
     def __init__(self, share: float, seed: int | None = None) -> None:
-        self._share = share
+        self._share = share  # the probability that a request is in the control group
         self._random = Random(seed)  # noqa: S311 - not a secret
         # Whether a sequence was in the control group, and the logarithm of its seconds per token.
         self._recent: deque[tuple[bool, float]] = deque(maxlen=_WINDOW)
 
     def reset(self) -> None:
-        """Forget all sequences, because the server has changed."""
         self._recent.clear()
 
     def draw(self) -> bool:

@@ -22,14 +22,7 @@ _FILES, _BYTES = 5, 20 * 2**20
 
 
 class Trace(RotatingFileHandler):
-    """An observer that writes JSON lines.
-
-    Args:
-        path: the file, which no other process may write; its directory is created if it does not exist.
-
-    Raises:
-        OSError: the directory cannot be written.
-    """
+    """An observer that writes JSON lines to a file, which no other process may write; its directory is created."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,11 +61,7 @@ class Trace(RotatingFileHandler):
 
 
 def open_traces(directory: Path | None, served: Served) -> list[Trace]:
-    """Open the configured trace, a file for this model version; none without a directory.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Open the configured trace, a file for this model version; none without a directory."""
     if directory is None:
         return []
     path = directory / f"{served.model}-{served.version}.jsonl"

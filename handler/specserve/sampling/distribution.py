@@ -50,11 +50,7 @@ def to_distribution(logits: FloatArray, sampling: SamplingParams) -> FloatArray:
 
 
 def argmax(logits: FloatArray) -> int:
-    """The token with the largest logit, the lowest id among equals; logits have shape (vocabulary,).
-
-    Raises:
-        FloatingPointError: that logit is not finite.
-    """
+    """The token with the largest logit, the lowest id among equals; a FloatingPointError if that is not finite."""
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
         raise FloatingPointError("The model gave logits that are not finite.")
@@ -78,11 +74,9 @@ def one_hot(token: int, size: int, dtype: np.dtype[np.floating] | type[np.floati
 
 
 def draw(weights: FloatArray, uniform: float) -> int:
-    """The token at `uniform` of the cumulative weights; a token of weight 0 is never drawn.
+    """The token at `uniform`, in [0, 1), of the cumulative weights; a token of weight 0 is never drawn.
 
-    Args:
-        weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
-        uniform: in [0, 1).
+    The weights have shape (vocabulary,), none negative, some positive, and need not sum to 1.
     """
     # Two levels, columns and then their tokens, avoid a cumulative sum over the whole vocabulary.
     sums = _column_sums(weights)
@@ -97,9 +91,8 @@ def race(weights: FloatArray, exponentials: Callable[[int, int], FloatArray]) ->
     (Daliri et al., arXiv 2408.07978; an exponential over a rate is a Gumbel number plus a log-probability).
     Columns of tokens race first, then the tokens of the winning column: the same law, a hundredth of the noise.
 
-    Args:
-        weights: shape (vocabulary,), none negative, some positive; they need not sum to 1.
-        exponentials: gives the noise of a race by its number and its size: race 0 is the columns'.
+    The weights have shape (vocabulary,), none negative, some positive, and need not sum to 1; `exponentials` gives the
+    noise of a race by its number and its size: race 0 is the columns'.
     """
     sums = _column_sums(weights)
     column = _first(sums, exponentials(0, sums.size))

@@ -19,17 +19,11 @@ from specserve.sequence import SamplingParams, Sequence, TokenScore
 def penalise(
     logits: FloatArray, sampling: SamplingParams, prompt: NDArray[np.intp], output: abc.Sequence[int]
 ) -> FloatArray:
-    """The logits after biases and penalties, shape (vocabulary,).
+    """The logits after biases and penalties, a copy of shape (vocabulary,).
 
     First `logit_bias` is added to its tokens. Then `repetition_penalty` divides the positive logits of tokens of
     prompt and output and multiplies the negative ones. Then `frequency_penalty` is subtracted for every occurrence of
-    a token in the output, and `presence_penalty` once if it occurs.
-
-    Args:
-        logits: not changed.
-        sampling: the request's settings.
-        prompt: its tokens, in any order.
-        output: the tokens generated up to this position, draft tokens included.
+    a token in the output, draft tokens included, and `presence_penalty` once if it occurs.
     """
     shaped = logits.copy()
     for token, bias in sampling.logit_bias:

@@ -32,21 +32,14 @@ class Noise:
 
     `exponentials` is keyed by (seed, choice, position): coupled verification shares them, on purpose, between draft,
     target, rounds and sequences. Its output depends on no lengths of drafts, so it repeats.
-
-    Args:
-        secret: a random number that no other sequence has.
-        round_number: of the sequence.
-        seed: the request's.
-        choice: the index of the sequence among the request's completions of one prompt.
-        position: how many tokens of the output are committed; `index` counts from there.
     """
 
     def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
-        self._secret = secret
+        self._secret = secret  # a random number that no other sequence has
         self._round = round_number
         self._seed = seed
-        self._choice = choice
-        self._position = position
+        self._choice = choice  # the index of the sequence among the request's completions of one prompt
+        self._position = position  # how many tokens of the output are committed; `index` counts from there
 
     def uniform(self, purpose: Purpose, index: int) -> float:
         """A float64 in [0, 1) with 53 random bits."""

@@ -22,14 +22,7 @@ class DraftModel:
 
     It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
     slot has no room for more, it begins anew that far before the end. What another slot holds of a sequence is copied.
-
-    Args:
-        cache: its slots are those of the target.
-        cost: of its passes.
-        window: the most tokens that it reads of a sequence before it drafts (benchmarks/decisions/tried.md).
-        max_rows: of a pass; at least two a slot, so that no sequence is delayed whose draft prefill is over.
-        vocabulary: the width of the target's rows.
-        context_length: the most tokens of a slot.
+    The slots of its cache are those of the target, whose rows are `vocabulary` wide.
     """
 
     def __init__(
@@ -38,11 +31,12 @@ class DraftModel:
         self.cache = cache
         self.cost = cost
         self._window = min(window, context_length // 2)
+        # Of a pass: two a slot, so that no sequence is delayed whose draft prefill is over.
         least_rows = 2 * cache.n_slots
         self._max_rows = min(max(max_rows, least_rows), cache.engine.max_rows)
         self._shared_rows = min(max(_SHARED_ROWS, least_rows), self._max_rows)
         self._vocabulary = vocabulary
-        self._context_length = context_length
+        self._context_length = context_length  # of a slot
         # Rows of the last pass, and the KV length that the average one attended to.
         self._last = 0, 0
 

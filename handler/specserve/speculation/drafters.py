@@ -66,11 +66,7 @@ class Drafters:
     def draft(
         self, steps: list[SequenceStep], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
     ) -> None:
-        """Add drafts and alternatives to the steps of a round, together at most `max_drafts` for each.
-
-        `kv_len` is how many tokens of the target's cache a row attends to; `awaiting_first_token` is the number of
-        sequences in prefill or about to be.
-        """
+        """Add drafts and alternatives to the steps of a round, at most `max_drafts` a step; see `run_round`."""
         if not any(step.max_drafts > 0 for step in steps):
             return
         decoding = [step.sequence for step in steps if not step.in_prefill]
@@ -113,16 +109,12 @@ class Drafters:
                     length = n_drafted
                     break
                 q = None if sequence.sampling.is_greedy else one_hot(draft.token, self._vocabulary)
-                self._add(step, draft._replace(q=q), prices)
+                step.drafts.append(draft._replace(q=q))
+                prices.rows += 1
             if length:
                 return
             if not step.drafts:
                 step.refused.append(proposed[0])
-
-    @staticmethod
-    def _add(step: SequenceStep, draft: Draft, prices: Prices) -> None:
-        step.drafts.append(draft)
-        prices.rows += 1
 
     def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[SequenceStep]:
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
@@ -139,11 +131,7 @@ class Drafters:
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
     def _draft_by_model(self, model: DraftModel, steps: list[SequenceStep], prices: Prices, *, is_shared: bool) -> None:
-        """Draft one token for each of these steps in one pass, and what proposers add.
-
-        Raises:
-            DraftError: the pass failed.
-        """
+        """Draft one token for each of these steps in one pass, and what proposers add; DraftError if it fails."""
         began = self._clock()
         logits = model.read(steps, is_shared=is_shared)
         read = self._clock()
@@ -175,5 +163,6 @@ class Drafters:
         draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
-        self._add(step, draft, prices)
+        step.drafts.append(draft)
+        prices.rows += 1
         return True

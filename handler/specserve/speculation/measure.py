@@ -39,16 +39,9 @@ _TIMINGS = 4
 
 
 def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
-    """The cost table of a model, from an earlier start if nothing it depends on has changed.
+    """The cost table of a model's file, from an earlier start if nothing it depends on has changed.
 
-    Args:
-        engine: runs the forward passes; its slots are empty.
-        model: its file.
-        threads: its compute threads.
-        kernels: identifies the code that computes.
-
-    Raises:
-        EngineError: a forward pass failed.
+    The engine's slots are empty; `kernels` identifies the code that computes.
     """
     path = cache_directory() / "costs" / f"{_key(model, threads, kernels, engine)}.json"
     lock = -1
@@ -75,11 +68,7 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
 
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
-    """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty.
-
-    Raises:
-        EngineError: a pass failed.
-    """
+    """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty."""
     near, far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
     most = min(engine.max_rows, engine.slot_length - near)
     rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
@@ -100,12 +89,7 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
 
 
 def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, int]:
-    """The KV cache lengths that passes are timed after, ascending.
-
-    Args:
-        slot_length: in tokens.
-        can_load: whether the engine can load what fills the cache; otherwise it is prefilled, which takes time.
-    """
+    """The KV cache lengths that passes are timed after, ascending; shorter ones if they have to be prefilled."""
     room = slot_length - min(_FAR_ROWS[-1], slot_length // 2)
     far = max(2, min(_FAR if can_load else _FAR // 16, room))
     return min(_NEAR, far // 2), far
@@ -157,22 +141,18 @@ def _token(engine: Engine, position: int) -> int:
 
 
 def _key(model: Path, threads: int, kernels: str, engine: Engine) -> str:
+    size = model.stat().st_size
     parts = (
-        *(_METHOD, _fingerprint(model), processor(), threads, kernels, version("llama-cpp-python")),
+        *(_METHOD, size, processor(), threads, kernels, version("llama-cpp-python")),
         *(engine.n_slots, engine.slot_length, engine.max_rows),
     )
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def _fingerprint(model: Path) -> str:
-    """A hash of a file's size, and of its first and last mebibyte; the header names every tensor and its format."""
-    size = model.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode())
+    # Of the file its ends are enough: the header names every tensor and its format.
     with model.open("rb") as file:
         digest.update(file.read(2**20))
         file.seek(max(0, size - 2**20))
         digest.update(file.read(2**20))
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
 def _stored(path: Path) -> CostTable | None:

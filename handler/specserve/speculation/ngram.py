@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,21 +48,10 @@ _FULL_POOLS, _LEAST_POOL = 8, 512
 _SEARCHED = 256
 
 
-class Match(NamedTuple):
-    """The tokens before position `end` of a text equal the last `length` tokens of another one."""
-
-    end: int
-    length: int
-
-
 class NgramIndex:
     """A growing text, and where it has each run of n tokens: a hash table of the newest, each linked to the one before.
 
     A token takes 16 bytes. 32,768 tokens are added in 4 ms, a million in .4 s.
-
-    Args:
-        n: number of tokens that are hashed together.
-        tokens: the beginning of the text.
     """
 
     def __init__(self, n: int, tokens: abc.Iterable[int] = ()) -> None:
@@ -122,30 +111,27 @@ class NgramIndex:
         pairs = zip(self.tokens[end - most : end][::-1], suffix[::-1], strict=False)
         return next((n for n, (own, other) in enumerate(pairs) if own != other), most)
 
-    def matches(self, suffix: abc.Sequence[int], most: int = _NEWEST) -> Iterator[Match]:
-        """The newest occurrences of the last n tokens of `suffix`, of at most so many runs of their hash."""
+    def matches(self, suffix: abc.Sequence[int], most: int = _NEWEST) -> Iterator[tuple[int, int]]:
+        """Where the newest occurrences of the last n tokens of `suffix` end, and how many tokens before that agree."""
         if len(suffix) < self._n:
             return
         position = self._newest[self._hash(suffix[-self._n :])]
         while position >= 0 and most > 0:
             length = self.agreement(position + 1, suffix)
             if length >= self._n:
-                yield Match(position + 1, length)
+                yield position + 1, length
             position = self._before[position]
             most -= 1
 
     def propose(self, suffix: abc.Sequence[int], max_tokens: int, drafts: list[int] | None = None) -> Proposal:
-        """What followed the longest matches of a suffix most often; among equals, what followed the newest.
+        """What followed the longest matches of a suffix, drafts included, most often; among equals, after the newest.
 
-        Args:
-            suffix: the last tokens of the text to go on with, draft tokens included.
-            max_tokens: of the proposal.
-            drafts: in the index of the text itself, the draft tokens after it: the proposal may run on into them and
-                into itself, so that a periodic text goes on without end; None in an index of other texts.
+        In the index of the text itself, the proposal may run on into the `drafts` after it and into itself, so that a
+        periodic text goes on without end; they are None in an index of other texts.
         """
-        matches = [match for match in self.matches(suffix) if match.end < len(self) or drafts]
-        length = max((match.length for match in matches), default=0)
-        rows = [self._following(match.end, max_tokens, drafts) for match in matches if match.length == length]
+        matches = [(end, agreed) for end, agreed in self.matches(suffix) if end < len(self) or drafts]
+        length = max((agreed for _, agreed in matches), default=0)
+        rows = [self._following(end, max_tokens, drafts) for end, agreed in matches if agreed == length]
         proposal = Proposal([], [])
         for index in range(max_tokens):
             rows = [row for row in rows if index < len(row)]
@@ -175,11 +161,8 @@ def _rate(kind: str, length: int) -> float:
 class Pools:
     """Finished answers by pool, each seen by its client alone, and the operator's corpus, which all see.
 
-    Where there is no room for another, the client with the most tokens loses the pool that it used longest ago.
-
-    Args:
-        max_tokens: of each pool; 0 keeps none. A full one loses the older half.
-        corpus: texts that lookups of all requests search.
+    Where there is no room for another, the client with the most tokens loses the pool that it used longest ago. A pool
+    of `max_tokens` loses the older half; 0 keeps none.
     """
 
     def __init__(self, max_tokens: int, corpus: abc.Iterable[abc.Sequence[int]] = ()) -> None:
@@ -235,30 +218,23 @@ class _Aligned:
     def __init__(self, prediction: abc.Sequence[int]) -> None:
         self.index = NgramIndex(_IN_TEXT, prediction)
         # After so many tokens the answer was surely at this position, last: twice a hashed run agreed.
-        self._answered = self._position = 0
+        self.answered = self.position = 0
 
-    def find(self, answered: int, suffix: abc.Sequence[int]) -> Match | None:
+    def find(self, answered: int, suffix: abc.Sequence[int]) -> tuple[int, int] | None:
         """The position that an answer of so many tokens leads up to, and how many of its last tokens say so.
 
         While the answer follows the prediction that is the next position. Elsewhere the longest match counts, and among
         equals the nearest to where the answer left; without any, a single equal token a short way ahead of there.
         """
-        index, left = self.index, self._position
-        expected = left + answered - self._answered
+        index, left = self.index, self.position
+        expected = left + answered - self.answered
         run = index.agreement(expected, suffix) if expected <= len(index) else 0
         if run >= min(2 * _IN_TEXT, answered):
-            return Match(expected, run)
-        found = max(
-            index.matches(suffix, _SEARCHED), key=lambda match: (match.length, -abs(match.end - left)), default=None
-        )
+            return expected, run
+        found = max(index.matches(suffix, _SEARCHED), key=lambda match: (match[1], -abs(match[0] - left)), default=None)
         if found is None and suffix[-1] in (ahead := index.tokens[left : left + 2 * _LONGEST]):
-            found = Match(left + ahead.index(suffix[-1]) + 1, 1)
+            found = left + ahead.index(suffix[-1]) + 1, 1
         return found
-
-    def follow(self, answered: int, match: Match | None) -> None:
-        """Take note of where the committed answer is, if that is sure."""
-        if match and match.length >= 2 * _IN_TEXT:
-            self._answered, self._position = answered, match.end
 
 
 class PredictionProposer(Proposer):
@@ -277,11 +253,12 @@ class PredictionProposer(Proposer):
         aligned, answered = self._aligned[sequence], sequence.generated
         suffix = sequence.tokens[max(sequence.prompt_length, len(sequence.tokens) - _LONGEST) :]
         match = aligned.find(answered, suffix)
-        aligned.follow(answered, match)
+        if match and match[1] >= 2 * _IN_TEXT:
+            aligned.answered, aligned.position = answered, match[0]
         if drafts:
             match = aligned.find(answered + len(drafts), [*suffix, *drafts])
         if match is None:
             return Proposal([], [])
-        tokens = aligned.index.tokens[match.end : match.end + max_tokens].tolist()
-        lengths = range(match.length, match.length + len(tokens))
-        return Proposal(tokens, [_rate("predicted", length) for length in lengths])
+        end, length = match
+        tokens = aligned.index.tokens[end : end + max_tokens].tolist()
+        return Proposal(tokens, [_rate("predicted", length + index) for index in range(len(tokens))])

@@ -189,20 +189,12 @@ class Controller:
         self,
         decoding: abc.Sequence[Sequence],
         *,
-        max_rows: int,
-        max_wait_seconds: float,
-        kv_len: int,
-        draft_kv_len: int,
+        max_rows: int,  # of the target's pass that may be drafts
+        max_wait_seconds: float,  # that drafts may add to the round; infinite where no other request waits for them
+        kv_len: int,  # tokens of the target's cache that a row attends to
+        draft_kv_len: int,  # the same of the draft model's
     ) -> list[int]:
-        """The most draft tokens of each sequence: its gamma, as far as a pass has room and others can wait for them.
-
-        Args:
-            decoding: the sequences that decode in this round.
-            max_rows: of the target's pass that may be drafts.
-            max_wait_seconds: that drafts may add to the round; infinite where no other request waits for them.
-            kv_len: tokens of the target's cache that a row attends to.
-            draft_kv_len: the same of the draft model's.
-        """
+        """The most draft tokens of each sequence: its gamma, as far as a pass has room and others can wait for them."""
         # The round may add one token of the target's own.
         asked = [
             0 if sequence.speculation.mode == "off" else min(sequence.speculation.gamma, sequence.remaining - 1)
@@ -242,11 +234,7 @@ class Controller:
         either case; the model as if it drafted for this sequence alone. In mode `fixed` those before the first that is
         less likely than the model's next.
 
-        Args:
-            step: with the drafts before it.
-            probabilities: of acceptance of each proposed token.
-            by_model: the sequence as the draft model may go on with it instead; None where it may not.
-            prices: of this round.
+        The probabilities are of acceptance of each proposed token; `by_model` is None where the model may not draft.
         """
         if _is_fixed(step):
             least = by_model.acceptance if by_model else 0.0

@@ -59,11 +59,8 @@ def verify_token(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     Draft token x at index i is accepted with probability min(1, p_i(x) / q_i(x)). At the first rejection the next token
     is recovered from norm(max(0, p_i - q_i)); if all are accepted, the bonus token is drawn from p_gamma.
 
-    Args:
-        p: gamma + 1 distributions, each of shape (vocabulary,), computed when read.
-        q: gamma distributions, q[i] the one that drafts[i] was sampled from, so positive there.
-        drafts: gamma tokens.
-        noise: the round's numbers; ACCEPT, RECOVER and BONUS are used.
+    There are gamma drafts, gamma + 1 distributions p, computed when read, and gamma q: q[i] is the one that drafts[i]
+    was sampled from, so positive there. Of the noise ACCEPT, RECOVER and BONUS are used.
     """
     for i, x in enumerate(drafts):
         p_i, q_i = p[i], q[i]
@@ -88,7 +85,7 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     max(0, w_n p_n - q_n) / s_n. So the token after n drafts is x with probability min(w_n p_n(x), q_n(x)) +
     max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): given that n or more are accepted, it is distributed as p_n.
 
-    Args and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
+    Arguments and noise are those of `verify_token`; reading stops at the first draft with p(x) = 0.
     """
     gamma = len(drafts)
     n_accepted, w_accepted, w = 0, 1.0, 1.0
@@ -118,7 +115,7 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
     exponential random numbers E_x that follow from seed and position. Drafts are accepted while they equal it, so one
     seed gives one output, with any drafts or none. A draft sampled with the same E_x mostly equals the target's token.
 
-    Args are those of `verify_token`; q is not needed.
+    Arguments are those of `verify_token`; q is not needed.
     """
     return accept_equal(lambda index: sample_coupled(p[index], index, noise), drafts)
 
@@ -126,11 +123,8 @@ def verify_coupled(p: Distributions, _q: Distributions, drafts: abc.Sequence[int
 def accept_equal(choose: Callable[[int], int], drafts: abc.Sequence[int]) -> Verdict:
     """Accept drafts while they equal the target's own choice at their index, which is the next token after them.
 
-    Where all distributions are one-hot, every rule comes to this, with the argmax as the choice.
-
-    Args:
-        choose: the target's choice by index; indices after a rejection are never asked for.
-        drafts: gamma tokens.
+    Where all distributions are one-hot, every rule comes to this, with the argmax as the choice. Indices after a
+    rejection are never asked for.
     """
     for i, x in enumerate(drafts):
         token = choose(i)

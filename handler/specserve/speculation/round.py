@@ -91,10 +91,7 @@ def run_round(
 def _share_time(
     steps: list[SequenceStep], costs: PassCosts, kv_len: int, *, draft_seconds: float, target_seconds: float
 ) -> None:
-    """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows.
-
-    Its tokens are not committed yet; `kv_len` is how many tokens of the target's cache a row attends to.
-    """
+    """Give each step its part of a round's time: decoding equally, prefill and drafts by their rows."""
     decoding = sum(not step.in_prefill for step in steps)
     rows = sum(step.rows for step in steps)
     drafts = sum(step.draft_rows for step in steps)
@@ -156,10 +153,6 @@ def _commit(controller: Controller, step: SequenceStep, logits: FloatArray) -> i
     """Verify the drafts, and append the accepted ones and the rule's own token, if any; returns how many tokens.
 
     The logits are the target's rows, from that of the sequence's last token on.
-
-    Raises:
-        FloatingPointError: the logits are not finite.
-        ConstraintError: the request's grammar cannot be followed further.
     """
     sequence = step.sequence
     p = TargetDistributions(logits, sequence, step.draft_tokens)
@@ -191,9 +184,6 @@ def _verify(p: TargetDistributions, step: SequenceStep) -> tuple[int, int | None
     followed further. A token is drafted only when the mask at its position is known, and every rule reads the mask
     after all drafts only once it has accepted them: so only the bonus token can be missing. The next round draws it, or
     fails as it would without drafts; without drafts nothing is committed, and no random number was used.
-
-    Raises:
-        ConstraintError: the grammar cannot be followed, without any draft or at a position of one.
     """
     sampling, speculation = step.sequence.sampling, step.sequence.speculation
     try:

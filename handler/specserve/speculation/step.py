@@ -57,8 +57,6 @@ class TimeShare:
 
 @dataclass(eq=False)
 class SequenceStep:
-    """What one sequence does in one round."""
-
     # The scheduler plans.
     sequence: Sequence
     num_computed_tokens: int  # tokens of it that the target's cache holds before the round

@@ -25,7 +25,7 @@ SMOLLM3 = """\
     {%- if message.role != "assistant" -%}
         {{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
     {%- else -%}
-        {% sequence %}
+        {% generation %}
         {%- set content = message.content.lstrip("\n") -%}
         {{ "<|im_start|>assistant\n" + content + "<|im_end|>\n" }}
         {%- endgeneration %}

@@ -112,14 +112,6 @@ def test_a_failed_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -
     assert front_end.sequences() == (0, 0)
 
 
-def test_a_disconnect_ends_all_choices_of_the_request(front_end: FrontEnd) -> None:
-    cancelled = front_end.post({**BODY, "n": 12, "stream": True, "max_tokens": 100})
-    front_end.handle_once()
-    front_end.disconnect(cancelled)
-    front_end.handle_once()
-    assert front_end.sequences() == (0, 0)
-
-
 def test_an_exception_before_or_in_a_round_is_a_500_for_its_requests_only(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,10 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     ({"structured_outputs": []}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs.regex",
-    ),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs.regex"),
 ]
 
 
@@ -173,6 +170,7 @@ def test_each_name_of_a_structure_means_the_same() -> None:
 
     for fields, same in SAME:
         assert asked(fields) == asked(same), fields
+        assert bool(asked(fields)) == bool(same)
         assert ignored_of({**COMPLETION, **fields}) == []
 
 

@@ -122,10 +122,7 @@ OVERSIZED: list[Any] = [
     {"prompt": [1] * 300_000},
     {"prompt": ["a"] * 300_000},
     {"prompt": "a", "stop": ["b" * 1_000_000]},
-    {
-        "prompt": "a",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(900)}},
-    },
+    {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(900)}}},
     {"prompt": "a", "grammar": "root ::= " + '"a" ' * 200_000},
     {"prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}},
 ]

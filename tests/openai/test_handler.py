@@ -298,7 +298,7 @@ def test_a_disconnect_from_a_long_whole_response_is_noticed(
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
     assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
-    cancelled = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True})
+    cancelled = front_end.post({**BODY, "n": 12, "max_tokens": 200, "ignore_eos": True})
     front_end.handle_once()
     front_end.disconnect(cancelled)
     # It is noticed with the next chunk.
@@ -498,9 +498,9 @@ def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -
 def test_a_body_that_is_not_an_object_is_a_400_and_without_one_it_says_how_to_send_it(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for body in (bytearray(b"{"), b"", "text", [1], 5, None):
+    for body in (bytearray(b"{"), b"[1, 2", b"\xff", b"", "text", [1], 5, None):
         status, error = front_end.refusal(body)
-        assert status == 400
+        assert (status, error["type"]) == (400, "invalid_request_error")
     assert "application/json" in error["message"]
     brackets = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
     monkeypatch.setattr(json, "loads", lambda _body: pytest.fail("it is parsed"))

@@ -363,7 +363,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> No
     *events, error = named_events(front_end.failed_stream(GREEDY, ROUTE))
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
     assert {event["type"] for event in events} <= {
-        *("message_start", "content_block_start", "ping", "content_block_delta"),
+        *("message_start", "content_block_start", "ping", "content_block_delta")
     }
 
 

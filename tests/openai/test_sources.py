@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
-from front_end import FrontEnd
+from front_end import ASCII_ONLY, FrontEnd
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}
-# Tokens are bytes; those that this logit_bias leaves are one character each.
-ASCII_ONLY = {str(token): -100 for token in range(128, 200)}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
 CHAT["messages"] = [{"role": "user", "content": "hello"}]
@@ -167,13 +165,3 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
             name: count for name, count in counts.items() if name != "target"
         }
         assert drafter == "lookup" or counts["model"] > 0
-
-
-def test_a_response_has_no_sources_unless_requested() -> None:
-    front_end = FrontEnd()
-    for body, route in ((BODY, "v1/completions"), (CHAT, "v1/chat/completions")):
-        for speculation in (None, {"mode": "fixed", "gamma": 2}, {"sources": False}):
-            request_id = front_end.post({**body, "speculation": speculation}, route)
-            front_end.run()
-            assert front_end.status[request_id] == 200
-            assert '"sources"' not in front_end.text(request_id)

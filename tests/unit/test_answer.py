@@ -1,4 +1,4 @@
-"""Answers are read into text and calls alike, in whatever pieces their text comes."""
+"""Answers are read into text and calls alike, in whatever pieces their text comes; a template shows their format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
-from specserve.api.call_formats import FORMATS
+from specserve.api.call_formats import FORMATS, format_of
 from specserve.grammar.call_form import CallForm
 
 NAMES = frozenset({"get", "get_time", "run-2"})
@@ -116,3 +116,21 @@ def test_what_cannot_become_a_call_is_returned_at_once_and_arguments_as_they_com
 
 def test_without_forms_everything_is_text() -> None:
     assert read(AnswerReader(), [QWEN[:9], QWEN[9:]]) == (QWEN, [])
+
+
+# How templates write calls of earlier turns, or tell the model to.
+TEMPLATES = {
+    "Qwen, Hermes": r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
+    "Llama": """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments }}""",
+    "Mistral": """{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}""",
+    "Mistral, spaced": """{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}""",
+    "Mistral, named": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
+    "Granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
+    "Granite, plain tag": "respond with <tool_call>[{...}]",
+    "any": "{{ messages[0].content }}",
+}
+
+
+def test_a_format_is_found_by_its_template() -> None:
+    assert [format_of(template).name for template in TEMPLATES.values()] == list(TEMPLATES)
+    assert [found.name for found in FORMATS if found.name not in TEMPLATES] == []

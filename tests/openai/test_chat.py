@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import tiny_models
-from front_end import FrontEnd
 from pairs import Pair, TinyFiles
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
@@ -229,16 +228,6 @@ def test_a_final_message_that_the_template_changes_cannot_be_continued() -> None
         with pytest.raises(RequestError) as caught:
             template(source).prompt(request)
         assert caught.value.param == "continue_final_message"
-
-
-def test_completions_go_on_beside_an_unusable_template() -> None:
-    front_end = FrontEnd(chat_template="{% sometag %}")
-    completion = front_end.post({"prompt": "hello", "max_tokens": 4})
-    chat = front_end.post({"messages": MESSAGES}, "v1/chat/completions")
-    front_end.run()
-    assert front_end.status[completion] == 200
-    assert front_end.status[chat] == 400
-    assert "Encountered unknown tag 'sometag'" in front_end.answer(chat)["error"]["message"]
 
 
 def test_a_model_with_an_unusable_template_loads_and_the_log_says_so_once(

@@ -112,27 +112,11 @@ def test_a_failed_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -
     assert front_end.sequences() == (0, 0)
 
 
-def test_an_exception_before_or_in_a_round_is_a_500_for_its_requests_only(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`truncate` is called before a sequence's first round, `forward` in every round."""
-    for call, calls_before in (("truncate", 0), ("forward", 1)):
-        failing = front_end.post({**BODY, "max_tokens": 50})
-        for _ in range(calls_before):
-            front_end.handle_once()
-        with monkeypatch.context() as patch:
-            patch.setattr(front_end.target, call, lambda *_: 1 / 0)
-            front_end.run()
-        assert front_end.status[failing] == 500
-        assert texts(front_end.ask(BODY))
-
-
 def test_the_first_event_of_each_choice_waits_for_all_scores_of_its_prompt(front_end: FrontEnd) -> None:
     """A choice that reuses a cached prefix is ahead of the one that scores the prompt, which reuses nothing."""
     prompt = "a prompt that takes several chunks to be read " * 4
     front_end.ask({"prompt": prompt, "max_tokens": 1})
-    stream = front_end.post({**BODY, "prompt": prompt, "echo": True, "logprobs": 1, "n": 3, "stream": True})
-    front_end.run()
+    stream = front_end.answered({**BODY, "prompt": prompt, "echo": True, "logprobs": 1, "n": 3, "stream": True})
     first: dict[int, Any] = {}
     for event in front_end.events(stream):
         [choice] = event["choices"]

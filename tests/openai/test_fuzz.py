@@ -142,8 +142,7 @@ VALID = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 def expected() -> str:
     """The output of the valid request alone."""
     front_end = FrontEnd()
-    request_id = front_end.post(VALID)
-    front_end.run()
+    request_id = front_end.answered(VALID)
     return str(front_end.answer(request_id)["choices"][0]["text"])
 
 

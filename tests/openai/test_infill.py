@@ -138,8 +138,7 @@ def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
     """The events of a stream."""
-    request = front_end.post({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
-    front_end.run()
+    request = front_end.answered({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
     return [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
 
 
@@ -165,11 +164,12 @@ def test_the_text_ends_before_a_line_that_is_indented_too_little(
         whole = filled(front_end, **fields)["content"]
         expected = cut_by_indentation(whole, indent)
         ended += expected != whole
-        assert filled(front_end, **fields, n_indent=indent)["content"] == expected
+        cut = filled(front_end, **fields, n_indent=indent)
+        assert cut["content"] == expected
         events = streamed(front_end, **fields, n_indent=indent)
         assert "".join(event["content"] for event in events) == expected
         assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-        assert events[-1]["tokens_predicted"] > 0
+        assert events[-1]["tokens_predicted"] == cut["tokens_predicted"]
         assert front_end.sequences() == (0, 0)
     assert ended
 

@@ -54,8 +54,7 @@ def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeyp
     for stream in (False, True):
         front_end = FrontEnd()
         large = front_end.post({**body, "stream": stream, "allowed_token_ids": spaces}, "v1/chat/completions")
-        small = front_end.post({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
-        front_end.run()
+        small = front_end.answered({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
         assert front_end.status[small] == 200
         answer = front_end.events(large)[-1] if stream else front_end.answer(large)
         assert answer["error"]["code"] == "response_too_large"

@@ -46,8 +46,7 @@ def whole(front_end: FrontEnd, **fields: Any) -> Any:
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
     """The events of the stream of a greedy request, which have OpenAI's forms and numbers."""
-    request_id = front_end.post({**GREEDY, **fields, "stream": True}, ROUTE)
-    front_end.run()
+    request_id = front_end.answered({**GREEDY, **fields, "stream": True}, ROUTE)
     assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
     events = named_events(front_end.text(request_id))
     for number, event in enumerate(events):
@@ -347,8 +346,7 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     tools = [READ, {"type": "web_search", "external_web_access": False}]
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
-    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
-    front_end.run()
+    request_id = front_end.answered({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
     ignored = "text.fromat, text.verbosity, reasoning.sumary, tools[1].web_search"
     assert front_end.headers[request_id] == {
         "x-specserve-ignored": f"moderation, tools[1].external_web_access, {ignored}"

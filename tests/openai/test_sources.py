@@ -97,8 +97,7 @@ def test_the_pieces_of_a_chunk_join_to_its_text(route: str, *, echo: bool) -> No
     """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
     front_end = FrontEnd()
     body = CHAT if "chat" in route else {**BODY, "echo": echo}
-    plain = front_end.post({**body, "stream": True}, route)
-    front_end.run()
+    plain = front_end.answered({**body, "stream": True}, route)
     text = "".join(map(text_of, front_end.events(plain)))
     for stops in ([], [text[3:6]], [text[20:22], text[20:25] + "\0"]):
         fields = {**body, "stop": stops, "speculation": WITH_SOURCES}
@@ -120,8 +119,7 @@ def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> N
     held = list(map(ord, " \n<a"))
     body = {**CHAT, "tools": tools, "allowed_token_ids": held, "speculation": WITH_SOURCES}
     stream = front_end.post({**body, "stream": True}, "v1/chat/completions")
-    whole = front_end.post(body, "v1/chat/completions")
-    front_end.run()
+    whole = front_end.answered(body, "v1/chat/completions")
     events = front_end.events(stream)
     text = "".join(map(text_of, events))
     assert len(text) == 40
@@ -134,16 +132,13 @@ def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> N
 def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> None:
     front_end = FrontEnd()
     body = {**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 13}
-    plain = front_end.post(body)
-    front_end.run()
-    text = front_end.answer(plain)["choices"][0]["text"]
+    text = front_end.ask(body)["choices"][0]["text"]
     options = {"mode": "fixed", "gamma": 3, "drafter": "prediction", **WITH_SOURCES}
     wrong = text[:6] + ("?" if text[6] != "?" else "!") + text[7:]
     found = []
     for content in (text, wrong):
         prediction = {"type": "content", "content": content}
-        request_id = front_end.post({**body, "prediction": prediction, "speculation": options})
-        front_end.run()
+        request_id = front_end.answered({**body, "prediction": prediction, "speculation": options})
         found.append(front_end.answer(request_id)["choices"][0]["sources"])
         assert joined(found[-1]) == text
     # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
@@ -155,9 +150,7 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
     for drafter in ("auto", "model", "lookup"):
         front_end = FrontEnd()
         options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
-        request_id = front_end.post({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
-        front_end.run()
-        answer = front_end.answer(request_id)
+        answer = front_end.ask({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
         counts = Counter(name for _, name in answer["choices"][0]["sources"])
         accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
         assert counts.total() == 120

@@ -34,8 +34,7 @@ def body_of(route: str, **fields: Any) -> dict[str, Any]:
 
 def streamed(front_end: FrontEnd, route: str, **fields: Any) -> list[list[Any]]:
     """The chunks of each choice."""
-    stream = front_end.post(body_of(route, **fields, stream=True), route)
-    front_end.run()
+    stream = front_end.answered(body_of(route, **fields, stream=True), route)
     chunks = [choice for event in front_end.events(stream) for choice in event["choices"]]
     return [[c for c in chunks if c["index"] == index] for index in sorted({c["index"] for c in chunks})]
 

@@ -41,7 +41,7 @@ STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INTEGER}, "required": ["kind", "lives"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
 BLACK, WHITE = (
-    {**CAT, "properties": {**CAT["properties"], "lives": {"const": colour}}} for colour in ("black", "white")
+    {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}} for colour in ("black", "white")
 )
 TREE = {
     "type": "object",

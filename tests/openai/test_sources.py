@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_engine import FakeVocabulary
+from constraints import Pieces
 from front_end import ASCII_ONLY, FrontEnd
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, Source, SpeculationParams
@@ -19,17 +19,6 @@ WITH_SOURCES = {"sources": True}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
 CHAT["messages"] = [{"role": "user", "content": "hello"}]
-
-
-class Pieces(FakeVocabulary):
-    """A vocabulary with these pieces as its tokens."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__(len(pieces) + 1)
-        self._pieces = pieces
-
-    def piece(self, token: int) -> bytes:
-        return self._pieces[token]
 
 
 def generation_of(pieces: list[bytes], stops: list[str]) -> TextSequence:

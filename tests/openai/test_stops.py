@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from fake_engine import FakeVocabulary
+from constraints import BYTES, Pieces
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
-CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
+VOCABULARY = Pieces(BYTES, ["<|a|>", "<|bb|>", "<s>"])
 # How many tokens a round may decide: each alone, some, and all at once.
 ROUNDS = (1, 3, 100)
-
-
-class Controls(FakeVocabulary):
-    """A vocabulary of bytes, with control tokens after the end token."""
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        names = b"|".join(map(re.escape, CONTROLS.values()))
-        tokens: list[int] = []
-        for part in re.split(b"(%b)" % names, text.encode()) if special else [text.encode()]:
-            control = [token for token, name in CONTROLS.items() if name == part and special]
-            tokens += control or super().encode(part.decode(), begin=begin)
-        return tokens
-
-    def piece(self, token: int) -> bytes:
-        return b"" if token in CONTROLS else super().piece(token)
-
-    def name(self, token: int) -> bytes:
-        return CONTROLS.get(token) or super().name(token)
-
-
-VOCABULARY = Controls(200)
 
 
 def spelled(text: str) -> list[int]:

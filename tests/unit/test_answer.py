@@ -23,8 +23,6 @@ BOTH = ["get", DEEP, "get_time", "{}"]
 
 # By format, texts and what they consist of: text, and the name and arguments of each call.
 ANSWERS: list[tuple[str, str, str, list[str]]] = [
-    ("Qwen, Hermes", QWEN, "", ["get", DEEP]),
-    ("Qwen, Hermes", f"{QWEN}\n{EMPTY}", "", BOTH),
     ("Qwen, Hermes", f"Let me see. \n\n{QWEN}\n{EMPTY}\n", "Let me see.", BOTH),
     ("Qwen, Hermes", f"a\n{QWEN}\n\nb ", "a\n\nb ", ["get", DEEP]),
     ("Qwen, Hermes", f"\n{PRETTY}\n", "", ["get", DEEP]),
@@ -33,7 +31,6 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
     ("Qwen, Hermes", f"Like this:\n```json\n{PRETTY}\n```", "Like this:", ["get", DEEP]),
     ("Llama", LLAMA, "", ["get", DEEP]),
     ("Llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ["get", DEEP] * 2),
-    ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}, {TIME}]', "", BOTH),
     ("Mistral, spaced", f'[TOOL_CALLS] [{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Mistral, named", f"a[TOOL_CALLS]get[ARGS]{DEEP}[TOOL_CALLS]get_time[ARGS]{{}}", "a", BOTH),

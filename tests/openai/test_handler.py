@@ -487,7 +487,8 @@ def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -
 def test_a_body_that_is_not_an_object_is_a_400_and_without_one_it_says_how_to_send_it(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for body in (bytearray(b"{"), b"[1, 2", b"\xff", b"", "text", [1], 5, None):
+    numbers = b'{"prompt": ' + b"1" * 10_000 + b"}", b'{"prompt": "a", "max_tokens": 1e999}'
+    for body in (bytearray(b"{"), b"[1, 2", b"\xff", b"", "text", [1], 5, *numbers, b"[" * 60_000, None):
         status, error = front_end.refusal(body)
         assert (status, error["type"]) == (400, "invalid_request_error")
     assert "application/json" in error["message"]

@@ -255,17 +255,6 @@ def test_fields_become_those_of_a_chat() -> None:
         assert chat_of(tools=[READ], tool_choice={"type": choice}).tool_choice == of_chat
 
 
-def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one() -> None:
-    for kind in ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"):
-        own = {"type": kind, "name": "own", "max_uses": 1}
-        assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
-        assert chat_of(tools=[own]).tools is None
-        for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
-            with pytest.raises(RequestError) as refusal:
-                chat_of(tools=tools, tool_choice=choice)
-            assert refusal.value.param == "tool_choice"
-
-
 INSERT = {"command": "insert", "path": "a.py", "insert_line": 0}
 VIEW = {"command": "view", "path": "a.py"}
 UNDO = {"command": "undo_edit", "path": "a.py"}

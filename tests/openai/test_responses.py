@@ -265,14 +265,23 @@ def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> No
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
-def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one() -> None:
-    for kind in ("web_search", "file_search", "code_interpreter", "mcp", "tool_search"):
+def test_tools_of_providers_servers_are_ignored_unless_the_request_demands_one() -> None:
+    openais = ("web_search", "file_search", "code_interpreter", "mcp", "tool_search")
+    anthropics = ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825")
+    protocols: list[tuple[Any, Any, str, Any, Any]] = [
+        *((chat_of, READ, kind, {"type": kind}, "required") for kind in openais),
+        *(
+            (test_messages.chat_of, test_messages.READ, kind, {"type": "tool", "name": "x"}, {"type": "any"})
+            for kind in anthropics
+        ),
+    ]
+    for chat, own, kind, this, any_tool in protocols:
         hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
-        assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
-        assert chat_of(tools=[hosted]).tools is None
-        for tools, choice in (([hosted, READ], {"type": kind}), ([hosted], "required")):
+        assert [tool.function.name for tool in chat(tools=[hosted, own]).tools or []] == ["read"]
+        assert chat(tools=[hosted]).tools is None
+        for tools, choice in (([hosted, own], this), ([hosted], any_tool)):
             with pytest.raises(RequestError) as refusal:
-                chat_of(tools=tools, tool_choice=choice)
+                chat(tools=tools, tool_choice=choice)
             assert refusal.value.param == "tool_choice"
     shells = [{"type": "shell", "environment": {"type": kind}} for kind in ("container_auto", "local")]
     assert [[tool.function.name for tool in chat_of(tools=[shell]).tools or []] for shell in shells] == [[], ["shell"]]

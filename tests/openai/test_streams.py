@@ -77,6 +77,8 @@ def test_text_and_log_probabilities_end_before_the_chunk_with_the_finish_reason(
         assert end["finish_reason"] == ("stop" if stop else answer["finish_reason"])
         scores = [score for chunk in chunks for score in chunk["logprobs"][key]]
         assert scores == answer["logprobs"][key][: len(kept)]
+        [stopped] = front_end.ask(body_of(route, **fields, stop=stop), route)["choices"]
+        assert (text_of(stopped), stopped["logprobs"][key]) == (kept, scores)
 
 
 def test_an_echoed_prompt_comes_before_the_chunk_with_the_finish_reason(front_end: FrontEnd) -> None:

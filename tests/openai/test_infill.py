@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
@@ -170,13 +172,24 @@ def test_the_text_ends_before_a_line_that_is_indented_too_little(
         assert events[-1]["tokens_predicted"] == cut["tokens_predicted"]
         assert front_end.sequences() == (0, 0)
     assert ended
-    assert indented("a\n" + "\t" * 2000 + "b", 10**9, 0) == "a\n" + "\t" * 2000 + "b"
 
 
 def cut_by_indentation(text: str, indent: int) -> str:
     """A text up to its first line after the first, which goes on where the cursor is, that is indented by less."""
     found = re.search(rf"(?<=\n)[ \t]{{0,{indent - 1}}}(?![ \t])(?=.|\n)", text, re.DOTALL)
     return text[: found.end()] if found else text
+
+
+@given(st.text(" \t\nab", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.integers(1, 4))
+def test_where_a_text_is_cut_does_not_depend_on_its_pieces(text: str, cuts: list[int], indent: int) -> None:
+    content = ""
+    for begin, end in pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+        checked = len(content)
+        content = indented(content + text[begin:end], indent, checked)
+        if len(content) < end:
+            break
+    assert content == cut_by_indentation(text, indent)
+    assert indented("a\n" + "\t" * 2000 + "b", 10**9, 0) == "a\n" + "\t" * 2000 + "b"
 
 
 def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: FrontEnd) -> None:

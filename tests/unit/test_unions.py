@@ -41,7 +41,8 @@ STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INTEGER}, "required": ["kind", "lives"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
 BLACK, WHITE = (
-    {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}} for colour in ("black", "white")
+    {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}, "required": ["lives"]}
+    for colour in ("black", "white")
 )
 TREE = {
     "type": "object",
@@ -62,11 +63,11 @@ TAKEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (by_reference(STRING, {"const": 1}, {"enum": [2.0, True]}), ["a", 1, 2, True], [3, False, None]),
     (by_reference(CAT, DOG, NULL), [{"kind": "cat", "lives": 9}, {"kind": "wolf"}, None], [{"kind": "cat"}, {}]),
     (by_reference({"oneOf": [CAT, NULL]}, {"anyOf": [DOG, STRING]}), [None, "a", {"kind": "dog"}], [{}, 1]),
-    # As pydantic's unions with discriminators inside others.
+    # As pydantic's unions with discriminators, which have defaults, inside others.
     (
-        by_reference({"oneOf": [BLACK, WHITE]}, DOG),
-        [{"kind": "cat", "lives": "white"}],
-        [{"kind": "cat", "lives": "red"}],
+        by_reference({"oneOf": [BLACK, WHITE]}, DOG | {"required": []}, discriminator={"propertyName": "kind"}),
+        [{"kind": "cat", "lives": "white"}, {"kind": "wolf"}],
+        [{"kind": "cat", "lives": "red"}, 1],
     ),
     (by_reference(DOG, TREE), [{"kind": "tree", "left": {"kind": "dog"}}], [{"kind": "tree", "left": 1}]),
     # They exclude each other by what is not there, and by what stands beside them.

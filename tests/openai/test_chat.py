@@ -92,6 +92,9 @@ def test_an_exception_raised_by_a_template_is_a_400_with_its_message() -> None:
     with pytest.raises(RequestError, match=r"roles must alternate\.$") as caught:
         rendered("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
+    # It is asked again without a system message; what it said first counts.
+    with pytest.raises(RequestError, match="first!"):
+        called("{{ raise_exception('first!' if messages[0].role == 'system' else 'second!') }}")
 
 
 def test_a_template_cannot_leave_its_sandbox() -> None:
@@ -214,11 +217,6 @@ def test_a_template_without_tools_has_roles_that_alternate_and_may_take_no_syste
     assert text.count("<user>") == 2
     with_system = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert called(with_system).startswith("<system>These functions")
-
-
-def test_why_a_template_refuses_messages_is_what_it_said_first() -> None:
-    with pytest.raises(RequestError, match="first!"):
-        called("{{ raise_exception('first!' if messages[0].role == 'system' else 'second!') }}")
 
 
 def test_a_final_message_that_the_template_changes_cannot_be_continued() -> None:

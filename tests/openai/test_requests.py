@@ -44,22 +44,17 @@ def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[TextSeq
     return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
 
-def generation_of(body: object, config: HandlerConfig = CONFIG) -> TextSequence:
-    """The sequence of a completions body with one prompt and one choice."""
-    [[sequence]] = groups_of(body, config)
-    return sequence
-
-
 def refusal(body: object) -> RequestError:
     """The error with which a body is refused."""
     with pytest.raises(RequestError) as caught:
-        generation_of(body)
+        groups_of(body)
     return caught.value
 
 
-def sequence_of(**fields: Any) -> Any:
-    """The sequence of a valid body."""
-    return generation_of({"prompt": "hello", **fields})
+def sequence_of(config: HandlerConfig = CONFIG, **fields: Any) -> Any:
+    """The sequence of a valid body with one prompt and one choice."""
+    [[sequence]] = groups_of({"prompt": "hello", **fields}, config)
+    return sequence
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -233,7 +228,7 @@ def test_the_default_speculation_mode_is_the_operators() -> None:
     modes: tuple[tuple[Literal["auto", "fixed", "off"], int], ...] = (("auto", 8), ("fixed", 3), ("off", 0))
     for mode, gamma in modes:
         config = CONFIG.model_copy(update={"speculation": SpeculationConfig(mode=mode, max_gamma=8)})
-        sequence = generation_of({"prompt": "a"}, config)
+        sequence = sequence_of(config)
         assert (sequence.speculation.gamma, sequence.speculation.mode) == (gamma, mode)
         assert sequence.info.randomised == (mode == "auto")
 
@@ -241,12 +236,11 @@ def test_the_default_speculation_mode_is_the_operators() -> None:
 def test_without_a_draft_model_only_its_drafter_is_refused() -> None:
     plain = CONFIG.model_copy(update={"draft": None})
     with pytest.raises(RequestError, match="has no draft model"):
-        generation_of({"prompt": "a", "speculation": {"drafter": "model"}}, plain)
+        sequence_of(plain, speculation={"drafter": "model"})
     for drafter in ("auto", "lookup"):
-        options = {"mode": "fixed", "drafter": drafter}
-        assert generation_of({"prompt": "a", "speculation": options}, plain).speculation.gamma == 3
+        assert sequence_of(plain, speculation={"mode": "fixed", "drafter": drafter}).speculation.gamma == 3
     prediction = {"type": "content", "content": [TEXT, {**TEXT, "text": "b"}]}
-    assert [*generation_of({"prompt": "x", "prediction": prediction}, plain).prediction] == [97, 98]
+    assert [*sequence_of(plain, prediction=prediction).prediction] == [97, 98]
 
 
 def test_an_answer_has_at_most_the_tokens_of_the_request_the_operator_and_the_context() -> None:

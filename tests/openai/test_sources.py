@@ -127,8 +127,8 @@ def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> 
     found = []
     for content in (text, wrong):
         prediction = {"type": "content", "content": content}
-        request_id = front_end.answered({**body, "prediction": prediction, "speculation": options})
-        found.append(front_end.answer(request_id)["choices"][0]["sources"])
+        answer = front_end.ask({**body, "prediction": prediction, "speculation": options})
+        found.append(answer["choices"][0]["sources"])
         assert joined(found[-1]) == text
     # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
     assert [source for _, source in found[0]] == ["prediction" if position % 4 else "target" for position in range(13)]

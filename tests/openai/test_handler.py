@@ -262,6 +262,19 @@ def test_a_request_that_waits_hears_something_every_ten_seconds(monkeypatch: pyt
     assert all(front_end.answer(request_id)["usage"] for request_id in waiting[-2:])
 
 
+def test_a_stream_whose_text_comes_in_time_has_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls in ten seconds; calls without text are those that bring the beginning of a character."""
+    front_end, clock = FrontEnd(), Clock()
+    monkeypatch.setattr(torchserve, "time", clock)
+    body = {**BODY, "max_tokens": 200, "temperature": 1, "ignore_eos": True, "speculation": {"mode": "off"}}
+    stream = front_end.post({**body, "seed": 1, "stream": True})
+    while stream in front_end.rows:
+        front_end.handle_once()
+        clock.now += 4.5
+    assert "" in front_end.chunks[stream][1:]
+    assert ": \n\n" not in front_end.text(stream)
+
+
 def test_a_disconnect_from_a_long_whole_response_is_noticed(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 # All characters, lone surrogates included: JSON can represent them.
 texts = st.text(st.characters(categories=["L", "N", "P", "S", "Z", "C"]), max_size=40)
 numbers = st.one_of(
-    st.integers(-3, 300),
-    st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]),
-    st.floats(),
+    st.integers(-3, 300), st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]), st.floats()
 )
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 anything = st.recursive(

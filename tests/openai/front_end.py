@@ -176,16 +176,19 @@ class FrontEnd:
             self.handle_once()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
 
-    def ask(self, body: object, route: str | None = "v1/completions", **options: Any) -> Any:
-        """The JSON of the whole response to a request, once all requests are answered."""
+    def answered(self, body: object, route: str | None = "v1/completions", **options: Any) -> str:
+        """Send a request; returns its id once all requests are answered."""
         request_id = self.post(body, route, **options)
         self.run()
-        return self.answer(request_id)
+        return request_id
+
+    def ask(self, body: object, route: str | None = "v1/completions", **options: Any) -> Any:
+        """The JSON of the whole response to a request."""
+        return self.answer(self.answered(body, route, **options))
 
     def refusal(self, body: object, route: str | None = "v1/completions", **options: Any) -> tuple[int, Any]:
         """The status and the error of a request."""
-        request_id = self.post(body, route, **options)
-        self.run()
+        request_id = self.answered(body, route, **options)
         return self.status[request_id], self.answer(request_id)["error"]
 
     def failed_stream(self, body: dict[str, Any], route: str) -> str:

@@ -134,10 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     ({"structured_outputs": []}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs.regex",
-    ),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs.regex"),
 ]
 
 
@@ -173,6 +170,7 @@ def test_each_name_of_a_structure_means_the_same() -> None:
 
     for fields, same in SAME:
         assert asked(fields) == asked(same), fields
+        assert bool(asked(fields)) == bool(same)
         assert ignored_of({**COMPLETION, **fields}) == []
 
 
@@ -208,8 +206,7 @@ def test_ignored_fields_are_named_in_a_header_and_once_in_the_log(caplog: pytest
         ({**COMPLETION, "user": "u"}, "v1/completions"),
         ({**COMPLETION, "\ud800": "u"}, "v1/completions"),
     ]
-    requests = [front_end.post({**body, "max_tokens": 2}, route) for body, route in bodies]
-    front_end.run()
+    requests = [front_end.answered({**body, "max_tokens": 2}, route) for body, route in bodies]
     named = [front_end.headers[request].get("x-specserve-ignored") for request in requests]
     quoted = "messages[0].a%2C%20b%0D%0Aset-cookie%3A%20c%C3%A9"
     assert named == ["temprature, best_off", "temprature", quoted, None, None]
@@ -223,6 +220,5 @@ def test_ignored_fields_are_named_in_a_header_and_once_in_the_log(caplog: pytest
 def test_the_log_warns_of_a_limited_number_of_names(caplog: pytest.LogCaptureFixture) -> None:
     front_end = FrontEnd()
     for number in range(20):
-        front_end.post({**COMPLETION, "max_tokens": 0, **{f"field{number}x{part}": 1 for part in range(16)}})
-        front_end.run()
+        front_end.ask({**COMPLETION, "max_tokens": 0, **{f"field{number}x{part}": 1 for part in range(16)}})
     assert sum("which is ignored" in record.message for record in caplog.records) == 100

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bodies import anything, chats, completions, infills, messages, nested, responses
+import test_requests
+from bodies import anything, chats, completions, infills, messages, responses
 from front_end import FrontEnd
 from specserve.api import dialects
 from specserve.api.anthropic import CountRequest, MessagesRequest
@@ -23,50 +24,14 @@ from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.api.resolve import resolve
 from specserve.api.response import Response
 from specserve.api.responses import ResponsesRequest
-from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from tiny_models import write_tiny
 
-CONFIG = HandlerConfig(
-    model_id="tiny",
-    target=ModelConfig(path=Path("target.gguf")),
-    draft=ModelConfig(path=Path("draft.gguf")),
-    context_length=256,
-)
-CHAT_ROUTE = "v1/chat/completions"
+CONFIG = test_requests.CONFIG.model_copy(update={"context_length": 256})
 pytestmark = pytest.mark.slow
-thousands = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-hundreds = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    write_tiny(path, "qwen2", "target")
-    return LlamaModel(path)
-
-
-@pytest.fixture(scope="module")
-def grammars(vocabulary: LlamaModel) -> GrammarCompiler:
-    return GrammarCompiler(vocabulary)
-
-
-def generations_of(body: object, kind: Any, vocabulary: LlamaModel, grammars: GrammarCompiler) -> list[TextSequence]:
-    """The sequences of a body of one of the routes."""
-    request = parse_body(body, kind)
-    prompts = [Prompt([1, 2], "")]
-    if kind is InfillRequest:
-        prompts = [infill_prompt(request, Tokenizer(vocabulary, CONFIG), vocabulary)]
-        request = request.completion()
-    elif kind is CompletionRequest:
-        prompts = Tokenizer(vocabulary, CONFIG).completion(request)
-    else:
-        request = chat_of(request)
-    _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS["any"][1])
-    return [sequence for group in groups for sequence in group]
 
 
 def chat_of(request: Any) -> ChatRequest:
@@ -75,6 +40,30 @@ def chat_of(request: Any) -> ChatRequest:
         return request.chat(request.messages())
     chat: ChatRequest = request.chat() if isinstance(request, CountRequest) else request
     return chat
+
+
+@pytest.fixture(scope="module")
+def sequences_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[object, Any], list[TextSequence]]:
+    """Returns the sequences of a body of one of the routes."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    write_tiny(path, "qwen2", "target")
+    vocabulary = LlamaModel(path)
+    grammars, tokenizer = GrammarCompiler(vocabulary), Tokenizer(vocabulary, CONFIG)
+
+    def sequences(body: object, kind: Any) -> list[TextSequence]:
+        request = parse_body(body, kind)
+        prompts = [Prompt([1, 2], "")]
+        if kind is InfillRequest:
+            prompts = [infill_prompt(request, tokenizer, vocabulary)]
+            request = request.completion()
+        elif kind is CompletionRequest:
+            prompts = tokenizer.completion(request)
+        else:
+            request = chat_of(request)
+        _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS["any"][1])
+        return [sequence for group in groups for sequence in group]
+
+    return sequences
 
 
 def check_refusal(error: RequestError) -> None:
@@ -89,7 +78,7 @@ def check_refusal(error: RequestError) -> None:
 in_bytes = st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode())
 
 
-@thousands
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     body_and_kind=st.one_of(
         st.tuples(completions | anything | in_bytes, st.just(CompletionRequest)),
@@ -99,11 +88,9 @@ in_bytes = st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda
         st.tuples(infills | anything, st.just(InfillRequest)),
     )
 )
-def test_a_body_is_served_or_refused(
-    body_and_kind: tuple[object, type[Any]], vocabulary: LlamaModel, grammars: GrammarCompiler
-) -> None:
+def test_a_body_is_served_or_refused(body_and_kind: tuple[object, type[Any]], sequences_of: Any) -> None:
     try:
-        sequences = generations_of(*body_and_kind, vocabulary, grammars)
+        sequences = sequences_of(*body_and_kind)
     except RequestError as error:
         check_refusal(error)
         return
@@ -113,61 +100,26 @@ def test_a_body_is_served_or_refused(
         constraint.allowed([])
 
 
-OVERSIZED: list[Any] = [
-    b"[" * 100_000,
-    b'{"a":' * 100_000,
-    b'{"prompt": ' + b"1" * 10_000 + b"}",
-    b'{"prompt": "a", "max_tokens": 1e999}',
-    {"prompt": "a" * 1_000_000},
-    {"prompt": [1] * 300_000},
-    {"prompt": ["a"] * 300_000},
-    {"prompt": "a", "stop": ["b" * 1_000_000]},
-    {
-        "prompt": "a",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(900)}},
-    },
-    {"prompt": "a", "grammar": "root ::= " + '"a" ' * 200_000},
-    {"prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}},
-]
-
-
-def test_an_oversized_body_is_refused(vocabulary: LlamaModel, grammars: GrammarCompiler) -> None:
-    for body in OVERSIZED:
-        with pytest.raises(RequestError) as caught:
-            generations_of(body, CompletionRequest, vocabulary, grammars)
-        check_refusal(caught.value)
-
-
 VALID = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def expected() -> str:
     """The output of the valid request alone."""
-    front_end = FrontEnd()
-    request_id = front_end.post(VALID)
-    front_end.run()
-    return str(front_end.answer(request_id)["choices"][0]["text"])
+    return str(FrontEnd().ask(VALID)["choices"][0]["text"])
 
 
-@hundreds
-@given(
-    other_bodies=st.lists(
-        st.one_of(
-            *(
-                st.tuples(strategy, st.just(route))
-                for strategy, route in (
-                    (completions, "v1/completions"),
-                    (chats, "v1/chat/completions"),
-                    (infills, "infill"),
-                    (responses, "v1/responses"),
-                    (messages, "v1/messages"),
-                    (messages, "v1/messages/count_tokens"),
-                )
-            )
-        )
-    )
-)
+ROUTES = {
+    "v1/completions": completions,
+    "v1/chat/completions": chats,
+    "infill": infills,
+    "v1/responses": responses,
+    **dict.fromkeys(("v1/messages", "v1/messages/count_tokens"), messages),
+}
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(other_bodies=st.lists(st.one_of(*(st.tuples(bodies, st.just(route)) for route, bodies in ROUTES.items()))))
 def test_a_valid_request_is_not_affected_by_other_bodies(
     other_bodies: list[tuple[dict[str, Any], str]], expected: str
 ) -> None:

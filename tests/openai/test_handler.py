@@ -14,6 +14,7 @@ from importlib import import_module
 from itertools import count
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -223,19 +224,6 @@ def test_a_request_that_comes_or_goes_interrupts_the_slice(
     assert after == [f"count({number})" for number in (1, 1, 1, 2, 2, 2, 2, 3, 3)]
 
 
-def test_a_streams_status_waits_for_its_first_event(front_end: FrontEnd) -> None:
-    """So an error before that has a status of its own."""
-    front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-    front_end.handle_once()
-    failing = front_end.post({**BODY, "prompt": "abc" * 60, "stream": True})
-    for _ in range(3):
-        front_end.handle_once()
-    assert not front_end.chunks[failing]
-    front_end.target.fail_after = 0
-    front_end.run()
-    assert front_end.status[failing] == 500
-
-
 class Clock:
     """Stands in for `time` in torchserve.py; a call of handle() takes two seconds and a half."""
 
@@ -274,16 +262,17 @@ def test_a_request_that_waits_hears_something_every_ten_seconds(monkeypatch: pyt
     assert all(front_end.answer(request_id)["usage"] for request_id in waiting[-2:])
 
 
-def test_a_response_that_comes_in_time_has_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in (False, True):
-        front_end, clock = FrontEnd(), Clock()
-        monkeypatch.setattr(torchserve, "time", clock)
-        request_id = front_end.post({**BODY, "max_tokens": 60, "ignore_eos": True, "stream": stream})
-        while request_id in front_end.rows:
-            front_end.handle_once()
-            clock.now += 9.0 if stream else 0.01
-        assert ": \n\n" not in front_end.text(request_id)
-        assert stream or len(front_end.chunks[request_id]) == 1
+def test_a_stream_whose_text_comes_in_time_has_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls in ten seconds; calls without text are those that bring the beginning of a character."""
+    front_end, clock = FrontEnd(), Clock()
+    monkeypatch.setattr(torchserve, "time", clock)
+    body = {**BODY, "max_tokens": 200, "temperature": 1, "ignore_eos": True, "speculation": {"mode": "off"}}
+    stream = front_end.post({**body, "seed": 1, "stream": True})
+    while stream in front_end.rows:
+        front_end.handle_once()
+        clock.now += 4.5
+    assert "" in front_end.chunks[stream][1:]
+    assert ": \n\n" not in front_end.text(stream)
 
 
 def test_a_disconnect_from_a_long_whole_response_is_noticed(
@@ -298,7 +287,7 @@ def test_a_disconnect_from_a_long_whole_response_is_noticed(
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
     assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
-    cancelled = front_end.post({**BODY, "max_tokens": 200, "ignore_eos": True})
+    cancelled = front_end.post({**BODY, "n": 12, "max_tokens": 200, "ignore_eos": True})
     front_end.handle_once()
     front_end.disconnect(cancelled)
     # It is noticed with the next chunk.
@@ -319,8 +308,7 @@ def test_torchserve_passes_json_bodies_to_the_handler_unparsed(
         ours.sendall(frame)
         decoded = decoder._retrieve_input_data(theirs)
     assert bytes(decoded["value"]) == body
-    request_id = front_end.post(decoded["value"])
-    front_end.run()
+    request_id = front_end.answered(decoded["value"])
     assert front_end.status[request_id] == 200
 
 
@@ -332,9 +320,7 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
     front_end.run()
     assert front_end.answer(long)["usage"]["completion_tokens"] > 0
-    refused = front_end.post({**BODY, "prompt": "x" * 100_000})
-    front_end.run()
-    assert front_end.status[refused] == 400
+    assert front_end.refusal({**BODY, "prompt": "x" * 100_000})[0] == 400
 
 
 def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
@@ -359,8 +345,7 @@ def test_streams_wait_once_for_a_long_parse_whatever_comes_behind_it(
 def test_a_request_that_forbids_every_token_is_told_so_and_no_other_suffers(front_end: FrontEnd) -> None:
     nothing = {"grammar": "r" * 9, "allowed_token_ids": [*range(0, 200, 2)]}
     refused = [front_end.post({**BODY, **nothing, "speculation": {"mode": mode}}) for mode in ("off", "auto")]
-    other = front_end.post(BODY)
-    front_end.run()
+    other = front_end.answered(BODY)
     for request_id in refused:
         error = front_end.answer(request_id)["error"]
         assert (front_end.status[request_id], error["code"]) == (400, "invalid_value")
@@ -447,27 +432,31 @@ def test_a_failure_that_even_its_error_cannot_tell_ends_the_stream_alone(
     assert front_end.events(streams[1])[-1]["choices"][0]["finish_reason"]
 
 
-def test_a_panic_in_a_round_fails_its_sequences_and_the_next_request_is_served(
+def test_what_a_round_raises_fails_its_sequences_and_the_next_request_is_served(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def panic(_scheduler: Scheduler) -> None:
-        monkeypatch.undo()
-        raise Panic("index out of bounds")
-
-    failed = front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-    front_end.handle_once()
-    monkeypatch.setattr(Scheduler, "run_round", panic)
-    front_end.run()
-    assert (front_end.status[failed], front_end.answer(failed)["error"]["type"]) == (500, "server_error")
-    assert front_end.ask(BODY)["choices"]
+    """`truncate` is called before a sequence's first round, `forward` in every round."""
+    gone, panic = KeyError("gone"), Panic("index out of bounds")
+    rounds: list[tuple[Any, str, int, BaseException]] = [
+        *((front_end.target, "truncate", 0, gone), (front_end.target, "forward", 1, gone)),
+        (Scheduler, "run_round", 1, panic),
+    ]
+    for owner, name, calls_before, error in rounds:
+        failed = front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
+        for _ in range(calls_before):
+            front_end.handle_once()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Mock(side_effect=error))
+            front_end.run()
+        assert (front_end.status[failed], front_end.answer(failed)["error"]["type"]) == (500, "server_error"), name
+        assert front_end.ask(BODY)["choices"]
 
 
 def test_metrics_that_cannot_be_sent_are_logged_once_and_fail_nobody(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Metrics, "emit", lambda _metrics: None)  # a TypeError
-    request_id = front_end.post({**BODY, "max_tokens": 60})
-    front_end.run()
+    request_id = front_end.answered({**BODY, "max_tokens": 60})
     assert front_end.status[request_id] == 200
     assert [record.message for record in caplog.records if record.exc_info] == [
         "specserve: metrics cannot be sent; this is not logged again"
@@ -498,9 +487,10 @@ def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -
 def test_a_body_that_is_not_an_object_is_a_400_and_without_one_it_says_how_to_send_it(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for body in (bytearray(b"{"), b"", "text", [1], 5, None):
+    numbers = b'{"prompt": ' + b"1" * 10_000 + b"}", b'{"prompt": "a", "max_tokens": 1e999}'
+    for body in (bytearray(b"{"), b"[1, 2", b"\xff", b"", "text", [1], 5, *numbers, b"[" * 60_000, None):
         status, error = front_end.refusal(body)
-        assert status == 400
+        assert (status, error["type"]) == (400, "invalid_request_error")
     assert "application/json" in error["message"]
     brackets = front_end.post(json.dumps({"prompt": [[]] * 70_000}).encode())
     monkeypatch.setattr(json, "loads", lambda _body: pytest.fail("it is parsed"))

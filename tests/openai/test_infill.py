@@ -138,16 +138,8 @@ def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
     """The events of a stream."""
-    request = front_end.post({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
-    front_end.run()
+    request = front_end.answered({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
     return [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
-
-
-def test_a_stream_has_the_text_of_the_whole_response_and_ends_with_its_counts(front_end: FrontEnd) -> None:
-    whole, events = filled(front_end), streamed(front_end)
-    assert "".join(event["content"] for event in events) == whole["content"]
-    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    assert events[-1]["tokens_predicted"] == whole["tokens_predicted"]
 
 
 def test_a_request_for_no_token_prefills_its_prompt_for_the_next(front_end: FrontEnd) -> None:
@@ -172,9 +164,12 @@ def test_the_text_ends_before_a_line_that_is_indented_too_little(
         whole = filled(front_end, **fields)["content"]
         expected = cut_by_indentation(whole, indent)
         ended += expected != whole
-        assert filled(front_end, **fields, n_indent=indent)["content"] == expected
+        cut = filled(front_end, **fields, n_indent=indent)
+        assert cut["content"] == expected
         events = streamed(front_end, **fields, n_indent=indent)
         assert "".join(event["content"] for event in events) == expected
+        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+        assert events[-1]["tokens_predicted"] == cut["tokens_predicted"]
         assert front_end.sequences() == (0, 0)
     assert ended
 
@@ -198,8 +193,7 @@ def test_where_a_text_is_cut_does_not_depend_on_its_pieces(text: str, cuts: list
 
 
 def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: FrontEnd) -> None:
-    requests = [front_end.post(body, "infill") for body in (VIM, WARM, {**VIM, "colour": "red"})]
-    front_end.run()
+    requests = [front_end.answered(body, "infill") for body in (VIM, WARM, {**VIM, "colour": "red"})]
     assert [front_end.headers[request].get("x-specserve-ignored") for request in requests] == [None, None, "colour"]
 
 

@@ -52,8 +52,7 @@ def whole(front_end: FrontEnd, **fields: Any) -> Any:
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
     """The events of the stream that answers a greedy request."""
-    request_id = front_end.post({**GREEDY, **fields, "stream": True}, ROUTE)
-    front_end.run()
+    request_id = front_end.answered({**GREEDY, **fields, "stream": True}, ROUTE)
     assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
     return named_events(front_end.text(request_id))
 
@@ -224,8 +223,7 @@ def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) ->
     thinking = {"type": "enabled", "budget_tokens": 1024}
     system = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     for route in (ROUTE, "v1/messages/count_tokens"):
-        request_id = front_end.post({**GREEDY, **fields, "thinking": thinking, "system": system}, route)
-        front_end.run()
+        request_id = front_end.answered({**GREEDY, **fields, "thinking": thinking, "system": system}, route)
         assert front_end.headers[request_id] == {
             "x-specserve-ignored": "context_management, tools[0].web_search_20250305"
         }
@@ -255,17 +253,6 @@ def test_fields_become_those_of_a_chat() -> None:
     assert chat_of().chat_template_kwargs is None
     for choice, of_chat in {"auto": "auto", "any": "required", "none": "none"}.items():
         assert chat_of(tools=[READ], tool_choice={"type": choice}).tool_choice == of_chat
-
-
-def test_tools_of_anthropics_servers_are_ignored_unless_the_request_demands_one() -> None:
-    for kind in ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825"):
-        own = {"type": kind, "name": "own", "max_uses": 1}
-        assert [tool.function.name for tool in chat_of(tools=[own, READ]).tools or []] == ["read"]
-        assert chat_of(tools=[own]).tools is None
-        for tools, choice in (([own, READ], {"type": "tool", "name": "own"}), ([own], {"type": "any"})):
-            with pytest.raises(RequestError) as refusal:
-                chat_of(tools=tools, tool_choice=choice)
-            assert refusal.value.param == "tool_choice"
 
 
 INSERT = {"command": "insert", "path": "a.py", "insert_line": 0}
@@ -334,8 +321,7 @@ def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: Fr
             assert ("details" in error) == ("thread" in fields)
     assert error["details"] == {"error_code": "thread_unsupported_request"}
     for body in (b"{", b"[]", None):
-        request_id = front_end.post(body, f"{ROUTE}/count_tokens")
-        front_end.run()
+        request_id = front_end.answered(body, f"{ROUTE}/count_tokens")
         answer = front_end.answer(request_id)
         assert (front_end.status[request_id], front_end.content_type[request_id]) == (400, "application/json")
         assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
@@ -363,7 +349,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> No
     *events, error = named_events(front_end.failed_stream(GREEDY, ROUTE))
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
     assert {event["type"] for event in events} <= {
-        *("message_start", "content_block_start", "ping", "content_block_delta"),
+        *("message_start", "content_block_start", "ping", "content_block_delta")
     }
 
 

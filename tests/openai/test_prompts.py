@@ -48,17 +48,13 @@ def named(pair: Pair, name: str) -> int:
     return token
 
 
-def test_a_prompt_that_spells_its_bos_token_has_one(llama: Pair) -> None:
-    bos = llama.vocabulary.bos_token()
+def test_a_prompt_that_spells_its_bos_token_has_one_and_token_ids_are_taken_as_they_are(llama: Pair) -> None:
+    bos = llama.vocabulary.bos_token() or 0
     for text in ("Hello", "", " Hello", "</s>Hello", "Hello<s>there"):
         plain = tokens_of(llama, text)
         assert plain[0] == bos
         assert tokens_of(llama, f"<s>{text}") == tokens_of(llama, f"<s><s>{text}") == plain
-        assert plain.count(bos or 0) == 1 + text.count("<s>")
-
-
-def test_token_ids_are_taken_as_they_are(llama: Pair) -> None:
-    bos = llama.vocabulary.bos_token() or 0
+        assert plain.count(bos) == 1 + text.count("<s>")
     for ids in ([bos, bos, 300], [300]):
         assert tokens_of(llama, ids) == ids
 

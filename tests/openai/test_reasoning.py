@@ -135,8 +135,7 @@ def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinkin
         plain = thinking.post({**fields, "reasoning_format": "none"}, "v1/chat/completions")
         whole = thinking.post(fields, "v1/chat/completions")
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        stream = thinking.post({**fields, **options}, "v1/chat/completions")
-        thinking.run()
+        stream = thinking.answered({**fields, **options}, "v1/chat/completions")
         text = thinking.answer(plain)["choices"][0]["message"]["content"]
         message, usage = thinking.answer(whole)["choices"][0]["message"], thinking.answer(whole)["usage"]
         before, found, after = text.partition("</think>")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from constraints import Pieces
 from fake_engine import FakeVocabulary
 from front_end import FrontEnd
 from specserve.api import logprobs
@@ -20,33 +21,22 @@ from test_requests import CONFIG, VOCABULARY, generations_of, groups_of
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20, bytes(range(1, 30))]
-
-
-class Pieces(FakeVocabulary):
-    """A vocabulary whose tokens are PIECES in turn, but for the end token."""
-
-    def piece(self, token: int) -> bytes:
-        return b"" if self.is_end_token(token) else PIECES[token % len(PIECES)]
-
-    def name(self, token: int) -> bytes:
-        return self.piece(token)
+LONG = Pieces([PIECES[token % len(PIECES)] for token in range(199)])
 
 
 def test_no_log_probabilities_take_more_bytes_than_are_counted() -> None:
-    vocabulary: Any = Pieces(200)
     for top in (0, 5, 20):
         scores = [
             TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)
         ]
         positions = [Position(score.token, score, 128 * number) for number, score in enumerate(scores)]
-        for written in (chat_logprobs(positions, vocabulary), completion_logprobs(positions, vocabulary, top=top)):
-            assert len(json.dumps(written)) <= most_bytes(positions, vocabulary) + 100
+        for written in (chat_logprobs(positions, LONG), completion_logprobs(positions, LONG, top=top)):
+            assert len(json.dumps(written)) <= most_bytes(positions, LONG) + 100
 
 
 def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    long_tokens: Any = Pieces(200)
-    monkeypatch.setattr(FakeVocabulary, "piece", long_tokens.piece)
-    monkeypatch.setattr(FakeVocabulary, "name", long_tokens.name)
+    monkeypatch.setattr(FakeVocabulary, "piece", LONG.piece)
+    monkeypatch.setattr(FakeVocabulary, "name", LONG.name)
     monkeypatch.setattr(logprobs, "MAX_RESPONSE_BYTES", 2**19)
     spaces = [token for token in range(199) if not token % len(PIECES)]
     messages = [{"role": "user", "content": "hi"}]
@@ -54,8 +44,7 @@ def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeyp
     for stream in (False, True):
         front_end = FrontEnd()
         large = front_end.post({**body, "stream": stream, "allowed_token_ids": spaces}, "v1/chat/completions")
-        small = front_end.post({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
-        front_end.run()
+        small = front_end.answered({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
         assert front_end.status[small] == 200
         answer = front_end.events(large)[-1] if stream else front_end.answer(large)
         assert answer["error"]["code"] == "response_too_large"

@@ -46,8 +46,7 @@ def whole(front_end: FrontEnd, **fields: Any) -> Any:
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
     """The events of the stream of a greedy request, which have OpenAI's forms and numbers."""
-    request_id = front_end.post({**GREEDY, **fields, "stream": True}, ROUTE)
-    front_end.run()
+    request_id = front_end.answered({**GREEDY, **fields, "stream": True}, ROUTE)
     assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
     events = named_events(front_end.text(request_id))
     for number, event in enumerate(events):
@@ -266,14 +265,23 @@ def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> No
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
-def test_tools_of_openais_servers_are_ignored_unless_the_request_demands_one() -> None:
-    for kind in ("web_search", "file_search", "code_interpreter", "mcp", "tool_search"):
+def test_tools_of_providers_servers_are_ignored_unless_the_request_demands_one() -> None:
+    openais = ("web_search", "file_search", "code_interpreter", "mcp", "tool_search")
+    anthropics = ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825")
+    protocols: list[tuple[Any, Any, str, Any, Any]] = [
+        *((chat_of, READ, kind, {"type": kind}, "required") for kind in openais),
+        *(
+            (test_messages.chat_of, test_messages.READ, kind, {"type": "tool", "name": "x"}, {"type": "any"})
+            for kind in anthropics
+        ),
+    ]
+    for chat, own, kind, this, any_tool in protocols:
         hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
-        assert [tool.function.name for tool in chat_of(tools=[hosted, READ]).tools or []] == ["read"]
-        assert chat_of(tools=[hosted]).tools is None
-        for tools, choice in (([hosted, READ], {"type": kind}), ([hosted], "required")):
+        assert [tool.function.name for tool in chat(tools=[hosted, own]).tools or []] == ["read"]
+        assert chat(tools=[hosted]).tools is None
+        for tools, choice in (([hosted, own], this), ([hosted], any_tool)):
             with pytest.raises(RequestError) as refusal:
-                chat_of(tools=tools, tool_choice=choice)
+                chat(tools=tools, tool_choice=choice)
             assert refusal.value.param == "tool_choice"
     shells = [{"type": "shell", "environment": {"type": kind}} for kind in ("container_auto", "local")]
     assert [[tool.function.name for tool in chat_of(tools=[shell]).tools or []] for shell in shells] == [[], ["shell"]]
@@ -347,8 +355,7 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     tools = [READ, {"type": "web_search", "external_web_access": False}]
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
-    request_id = front_end.post({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
-    front_end.run()
+    request_id = front_end.answered({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
     ignored = "text.fromat, text.verbosity, reasoning.sumary, tools[1].web_search"
     assert front_end.headers[request_id] == {
         "x-specserve-ignored": f"moderation, tools[1].external_web_access, {ignored}"

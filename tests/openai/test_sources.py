@@ -9,29 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_engine import FakeVocabulary
-from front_end import FrontEnd
+from constraints import Pieces
+from front_end import ASCII_ONLY, FrontEnd
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}
-# Tokens are bytes; those that this logit_bias leaves are one character each.
-ASCII_ONLY = {str(token): -100 for token in range(128, 200)}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
 CHAT["messages"] = [{"role": "user", "content": "hello"}]
-
-
-class Pieces(FakeVocabulary):
-    """A vocabulary with these pieces as its tokens."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__(len(pieces) + 1)
-        self._pieces = pieces
-
-    def piece(self, token: int) -> bytes:
-        return self._pieces[token]
 
 
 def generation_of(pieces: list[bytes], stops: list[str]) -> TextSequence:
@@ -99,8 +86,7 @@ def test_the_pieces_of_a_chunk_join_to_its_text(route: str, *, echo: bool) -> No
     """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
     front_end = FrontEnd()
     body = CHAT if "chat" in route else {**BODY, "echo": echo}
-    plain = front_end.post({**body, "stream": True}, route)
-    front_end.run()
+    plain = front_end.answered({**body, "stream": True}, route)
     text = "".join(map(text_of, front_end.events(plain)))
     for stops in ([], [text[3:6]], [text[20:22], text[20:25] + "\0"]):
         fields = {**body, "stop": stops, "speculation": WITH_SOURCES}
@@ -122,8 +108,7 @@ def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> N
     held = list(map(ord, " \n<a"))
     body = {**CHAT, "tools": tools, "allowed_token_ids": held, "speculation": WITH_SOURCES}
     stream = front_end.post({**body, "stream": True}, "v1/chat/completions")
-    whole = front_end.post(body, "v1/chat/completions")
-    front_end.run()
+    whole = front_end.answered(body, "v1/chat/completions")
     events = front_end.events(stream)
     text = "".join(map(text_of, events))
     assert len(text) == 40
@@ -136,17 +121,14 @@ def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> N
 def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> None:
     front_end = FrontEnd()
     body = {**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 13}
-    plain = front_end.post(body)
-    front_end.run()
-    text = front_end.answer(plain)["choices"][0]["text"]
+    text = front_end.ask(body)["choices"][0]["text"]
     options = {"mode": "fixed", "gamma": 3, "drafter": "prediction", **WITH_SOURCES}
     wrong = text[:6] + ("?" if text[6] != "?" else "!") + text[7:]
     found = []
     for content in (text, wrong):
         prediction = {"type": "content", "content": content}
-        request_id = front_end.post({**body, "prediction": prediction, "speculation": options})
-        front_end.run()
-        found.append(front_end.answer(request_id)["choices"][0]["sources"])
+        answer = front_end.ask({**body, "prediction": prediction, "speculation": options})
+        found.append(answer["choices"][0]["sources"])
         assert joined(found[-1]) == text
     # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
     assert [source for _, source in found[0]] == ["prediction" if position % 4 else "target" for position in range(13)]
@@ -157,9 +139,7 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
     for drafter in ("auto", "model", "lookup"):
         front_end = FrontEnd()
         options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
-        request_id = front_end.post({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
-        front_end.run()
-        answer = front_end.answer(request_id)
+        answer = front_end.ask({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
         counts = Counter(name for _, name in answer["choices"][0]["sources"])
         accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
         assert counts.total() == 120
@@ -167,13 +147,3 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
             name: count for name, count in counts.items() if name != "target"
         }
         assert drafter == "lookup" or counts["model"] > 0
-
-
-def test_a_response_has_no_sources_unless_requested() -> None:
-    front_end = FrontEnd()
-    for body, route in ((BODY, "v1/completions"), (CHAT, "v1/chat/completions")):
-        for speculation in (None, {"mode": "fixed", "gamma": 2}, {"sources": False}):
-            request_id = front_end.post({**body, "speculation": speculation}, route)
-            front_end.run()
-            assert front_end.status[request_id] == 200
-            assert '"sources"' not in front_end.text(request_id)

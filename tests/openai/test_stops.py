@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from fake_engine import FakeVocabulary
+from constraints import BYTES, Pieces
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, SpeculationParams, TokenScore
 
-CONTROLS = {200: b"<|a|>", 201: b"<|bb|>", 202: b"<s>"}
+VOCABULARY = Pieces(BYTES, ["<|a|>", "<|bb|>", "<s>"])
 # How many tokens a round may decide: each alone, some, and all at once.
 ROUNDS = (1, 3, 100)
-
-
-class Controls(FakeVocabulary):
-    """A vocabulary of bytes, with control tokens after the end token."""
-
-    def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        names = b"|".join(map(re.escape, CONTROLS.values()))
-        tokens: list[int] = []
-        for part in re.split(b"(%b)" % names, text.encode()) if special else [text.encode()]:
-            control = [token for token, name in CONTROLS.items() if name == part and special]
-            tokens += control or super().encode(part.decode(), begin=begin)
-        return tokens
-
-    def piece(self, token: int) -> bytes:
-        return b"" if token in CONTROLS else super().piece(token)
-
-    def name(self, token: int) -> bytes:
-        return CONTROLS.get(token) or super().name(token)
-
-
-VOCABULARY = Controls(200)
 
 
 def spelled(text: str) -> list[int]:
@@ -93,7 +71,7 @@ def test_text_is_withheld_only_while_it_may_begin_a_stop_string() -> None:
 
 def test_a_stop_token_has_no_log_probability_in_the_answer() -> None:
     """As a stop string of text; a control token that does not stop has."""
-    sequence, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=frozenset(spelled("<|a|>")))
+    sequence, _ = written([], spelled("o<|bb|>n<|a|>"), rounds=100, stop_tokens=dict.fromkeys(spelled("<|a|>"), ""))
     assert [score.token for score, _ in sequence.take_tokens()] == spelled("o<|bb|>n")
 
 
@@ -111,7 +89,7 @@ def test_no_stop_string_ends_an_answer_before_its_least_number_of_tokens() -> No
             sequence, texts = written([stop], spelled(output), rounds=rounds, min_tokens=min_tokens)
             assert "".join(texts) == text, (stop, output, min_tokens, rounds)
             assert sequence.generated >= min_tokens
-            control: Any = {"min_tokens": 2, "stop_tokens": frozenset(spelled("<|a|>"))}
+            control: Any = {"min_tokens": 2, "stop_tokens": dict.fromkeys(spelled("<|a|>"), "<|a|>")}
             assert "".join(written([], spelled("x<|a|>y<|a|>z"), rounds=rounds, **control)[1]) == "xy"
 
 
@@ -122,7 +100,7 @@ def test_a_stop_string_or_token_is_part_of_the_text_if_the_request_wants_it() ->
             sequence, texts = written(stops, spelled(output), rounds=rounds, includes_stop=True)
             assert ("".join(texts), sequence.finish_reason) == (text, "stop")
         for included, text in ((False, "a"), (True, "ab")):
-            ends: Any = {"stop_tokens": frozenset([token, control]), "includes_stop": included}
+            ends: Any = {"stop_tokens": {token: "", control: "<|a|>"}, "includes_stop": included}
             sequence, texts = written([], spelled("abc"), rounds=rounds, **ends)
             assert ("".join(texts), sequence.finish_reason) == (text, "stop")
             assert sequence.ended_by_eos is not included

@@ -34,8 +34,7 @@ def body_of(route: str, **fields: Any) -> dict[str, Any]:
 
 def streamed(front_end: FrontEnd, route: str, **fields: Any) -> list[list[Any]]:
     """The chunks of each choice."""
-    stream = front_end.post(body_of(route, **fields, stream=True), route)
-    front_end.run()
+    stream = front_end.answered(body_of(route, **fields, stream=True), route)
     chunks = [choice for event in front_end.events(stream) for choice in event["choices"]]
     return [[c for c in chunks if c["index"] == index] for index in sorted({c["index"] for c in chunks})]
 
@@ -78,6 +77,8 @@ def test_text_and_log_probabilities_end_before_the_chunk_with_the_finish_reason(
         assert end["finish_reason"] == ("stop" if stop else answer["finish_reason"])
         scores = [score for chunk in chunks for score in chunk["logprobs"][key]]
         assert scores == answer["logprobs"][key][: len(kept)]
+        [stopped] = front_end.ask(body_of(route, **fields, stop=stop), route)["choices"]
+        assert (text_of(stopped), stopped["logprobs"][key]) == (kept, scores)
 
 
 def test_an_echoed_prompt_comes_before_the_chunk_with_the_finish_reason(front_end: FrontEnd) -> None:

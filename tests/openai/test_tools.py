@@ -47,8 +47,7 @@ def front_end() -> FrontEnd:
 def answer(**fields: Any) -> Any:
     """The whole response to a request."""
     server = front_end()
-    request_id = server.post({**BODY, **fields}, ROUTE)
-    server.run()
+    request_id = server.answered({**BODY, **fields}, ROUTE)
     check(ChatCompletion, server.text(request_id))
     return server.answer(request_id)
 
@@ -56,8 +55,7 @@ def answer(**fields: Any) -> Any:
 def events(**fields: Any) -> list[Any]:
     """The events of a stream."""
     server = front_end()
-    request_id = server.post({**BODY, **fields, "stream": True}, ROUTE)
-    server.run()
+    request_id = server.answered({**BODY, **fields, "stream": True}, ROUTE)
     found = server.events(request_id)
     for event in found:
         check(ChatCompletionChunk, json.dumps(event))
@@ -95,8 +93,7 @@ def test_a_keyword_that_no_grammar_holds_is_named_or_with_strict_refused(caplog:
         server = front_end()
         caplog.clear()
         for more in ({}, {"strict": False}, {"strict": True}):
-            request_id = server.post({**body(**more), "stream": stream, "seed": 3, "max_tokens": 200}, route)
-            server.run()
+            request_id = server.answered({**body(**more), "stream": stream, "seed": 3, "max_tokens": 200}, route)
             if more.get("strict"):
                 assert server.status[request_id] == 400
                 assert "The tool 'take' cannot be used: the keyword 'uniqueItems' is not" in server.text(request_id)
@@ -168,10 +165,8 @@ def test_half_a_character_in_arguments_that_come_back_is_a_400() -> None:
     arguments = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}{% endfor %}"
     server = FrontEnd(chat_template=TEMPLATE + arguments)
     messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
-    request_id = server.post({**BODY, "messages": messages, "tool_choice": "auto"}, ROUTE)
-    server.run()
-    assert server.status[request_id] == 400
-    assert server.answer(request_id)["error"]["message"].endswith("it is not valid Unicode.")
+    status, error = server.refusal({**BODY, "messages": messages, "tool_choice": "auto"}, ROUTE)
+    assert (status, error["message"].endswith("it is not valid Unicode.")) == (400, True)
 
 
 def test_with_auto_plain_text_stays_as_it_is() -> None:
@@ -180,10 +175,7 @@ def test_with_auto_plain_text_stays_as_it_is() -> None:
     fields = {**BODY, "max_tokens": 30, "temperature": 0}
     told = {**fields, "tool_choice": "auto"}
     plain = {**fields, "tools": None, "tool_choice": None, "messages": [{**HELLO, "content": "weather time hello"}]}
-    ids = [server.post(body, ROUTE) for body in (told, plain)]
-    server.run()
-    first, second = (server.answer(request_id)["choices"][0] for request_id in ids)
-    assert first == second
+    assert server.ask(told, ROUTE)["choices"] == server.ask(plain, ROUTE)["choices"]
 
 
 REFUSED: list[Any] = [
@@ -205,10 +197,8 @@ REFUSED: list[Any] = [
 def test_tools_that_make_no_sense_are_refused_by_field() -> None:
     server = front_end()
     for fields, param, sentence in REFUSED:
-        request_id = server.post({**BODY, **fields}, ROUTE)
-        server.run()
-        error = server.answer(request_id)["error"]
-        assert (server.status[request_id], error["param"]) == (400, param)
+        status, error = server.refusal({**BODY, **fields}, ROUTE)
+        assert (status, error["param"]) == (400, param)
         assert sentence in error["message"]
 
 

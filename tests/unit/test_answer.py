@@ -1,4 +1,4 @@
-"""Answers are read into text and calls alike, in whatever pieces their text comes."""
+"""Answers are read into text and calls alike, in whatever pieces their text comes; a template shows their format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
-from specserve.api.call_formats import FORMATS
+from specserve.api.call_formats import FORMATS, format_of
 from specserve.grammar.call_form import CallForm
 
 NAMES = frozenset({"get", "get_time", "run-2"})
@@ -23,8 +23,6 @@ BOTH = ["get", DEEP, "get_time", "{}"]
 
 # By format, texts and what they consist of: text, and the name and arguments of each call.
 ANSWERS: list[tuple[str, str, str, list[str]]] = [
-    ("Qwen, Hermes", QWEN, "", ["get", DEEP]),
-    ("Qwen, Hermes", f"{QWEN}\n{EMPTY}", "", BOTH),
     ("Qwen, Hermes", f"Let me see. \n\n{QWEN}\n{EMPTY}\n", "Let me see.", BOTH),
     ("Qwen, Hermes", f"a\n{QWEN}\n\nb ", "a\n\nb ", ["get", DEEP]),
     ("Qwen, Hermes", f"\n{PRETTY}\n", "", ["get", DEEP]),
@@ -33,7 +31,6 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
     ("Qwen, Hermes", f"Like this:\n```json\n{PRETTY}\n```", "Like this:", ["get", DEEP]),
     ("Llama", LLAMA, "", ["get", DEEP]),
     ("Llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ["get", DEEP] * 2),
-    ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}, {TIME}]', "", BOTH),
     ("Mistral, spaced", f'[TOOL_CALLS] [{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Mistral, named", f"a[TOOL_CALLS]get[ARGS]{DEEP}[TOOL_CALLS]get_time[ARGS]{{}}", "a", BOTH),
@@ -116,3 +113,21 @@ def test_what_cannot_become_a_call_is_returned_at_once_and_arguments_as_they_com
 
 def test_without_forms_everything_is_text() -> None:
     assert read(AnswerReader(), [QWEN[:9], QWEN[9:]]) == (QWEN, [])
+
+
+# How templates write calls of earlier turns, or tell the model to.
+TEMPLATES = {
+    "Qwen, Hermes": r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
+    "Llama": """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments }}""",
+    "Mistral": """{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}""",
+    "Mistral, spaced": """{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}""",
+    "Mistral, named": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
+    "Granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
+    "Granite, plain tag": "respond with <tool_call>[{...}]",
+    "any": "{{ messages[0].content }}",
+}
+
+
+def test_a_format_is_found_by_its_template() -> None:
+    assert [format_of(template) for template in TEMPLATES.values()] == list(TEMPLATES)
+    assert TEMPLATES.keys() == FORMATS.keys()

@@ -91,18 +91,13 @@ def check_expression(text: str) -> None:
 
 
 COMPILER = GrammarCompiler(WORDS)
-CHECKS: dict[str, Callable[[str], None]] = {
-    "person": lambda text: jsonschema.validate(json.loads(text), PERSON),
-    "object": lambda text: jsonschema.validate(json.loads(text), {"type": "object"}),
-    "expression": check_expression,
-}
-
-
-def compiled(compiler: GrammarCompiler, name: str) -> Constraint:
-    """A constraint for one of the CHECKS."""
-    if name == "expression":
-        return compiler.gbnf(EXPRESSION)
-    return compiler.json_schema(PERSON if name == "person" else {"type": "object"})
+OBJECT = {"type": "object"}
+# How a grammar is compiled, and what checks its answers.
+CHECKED: list[tuple[Callable[[GrammarCompiler], Constraint], Callable[[str], None]]] = [
+    (lambda compiler: compiler.json_schema(PERSON), lambda text: jsonschema.validate(json.loads(text), PERSON)),
+    (lambda compiler: compiler.json_schema(OBJECT), lambda text: jsonschema.validate(json.loads(text), OBJECT)),
+    (lambda compiler: compiler.gbnf(EXPRESSION), check_expression),
+]
 
 
 def test_sampled_answer_matches_its_grammar(tmp_path: Path) -> None:
@@ -110,8 +105,8 @@ def test_sampled_answer_matches_its_grammar(tmp_path: Path) -> None:
         write_tiny(tmp_path / architecture, architecture, "target")
         model = LlamaModel(tmp_path / architecture)
         compiler = GrammarCompiler(model)
-        for name, check in CHECKS.items():
-            constraint = compiled(compiler, name)
+        for compiled, check in CHECKED:
+            constraint = compiled(compiler)
             for seed in range(8):
                 check(sample_answer(constraint.fork(), model, seed))
         character_may_span_tokens_and_must_be_completed(model, compiler)
@@ -131,14 +126,14 @@ def character_may_span_tokens_and_must_be_completed(model: LlamaModel, compiler:
 
 def test_mask_depends_on_the_tokens_alone() -> None:
     """Earlier calls do not matter, with longer, shorter, different, ended and forbidden answers."""
-    for name in CHECKS:
-        constraint, generator = compiled(COMPILER, name), random.Random(0)
+    for compiled, _ in CHECKED:
+        constraint, generator = compiled(COMPILER), random.Random(0)
         answers = [sample_answer(constraint, WORDS, seed, 20).encode() for seed in range(6)]
         for _ in range(200):
             answer = generator.choice(answers)
             written = [*answer[: generator.randint(0, min(len(answer), 12))]]
             written += generator.choice([[], [], [END], [generator.randrange(END)], [END, *answer]])
-            mask, fresh = constraint.allowed(written), compiled(COMPILER, name).allowed(written)
+            mask, fresh = constraint.allowed(written), compiled(COMPILER).allowed(written)
             np.testing.assert_array_equal([] if mask is None else mask, [] if fresh is None else fresh)
 
 
@@ -251,19 +246,15 @@ def mirrored(text: str) -> bool:
 
 
 EXACT: list[tuple[str, str, Callable[[str], bool]]] = [
-    ('root ::= "a"* "b"', "ab", lambda t: bool(re.fullmatch("a*b", t))),
     ('root ::= a b\na ::= [a-b]+\nb ::= "b"', "ab", lambda t: bool(re.fullmatch("[ab]+b", t))),
     ('root ::= a b\na ::= [a-z]+\nb ::= "b" root "!" | "."', "ab.!", nested_words),
     ('root ::= "a" x | "ab" "c"\nx ::= "b" x "b" | "c"', "abc", lambda t: t == "abc" or mirrored(t)),
     ('root ::= "(" root ")" root | ""', "()", balanced),
     ('s ::= s s | "a"\nroot ::= s | "b"', "ab", lambda t: bool(re.fullmatch("a+|b", t))),
-    ('root ::= "a"? x\nx ::=', "a", lambda t: t in {"", "a"}),
-    ('root ::= ( | "a") ("b" | )', "ab", lambda t: t in {"", "a", "b", "ab"}),
-    ('root ::= ("a" | "b"){2} "c"?', "abc", lambda t: bool(re.fullmatch("[ab]{2}c?", t))),
+    ('root ::= ( | "a") ("b" | ) x\nx ::=', "ab", lambda t: t in {"", "a", "b", "ab"}),
     ('root ::= "a"{2,} | "b"{1,2} |', "ab", lambda t: bool(re.fullmatch("a{2,}|b{1,2}|", t))),
     ("root ::= [^ab] .", "abc\n", lambda t: len(t) == 2 and t[0] not in "ab"),
-    ("root ::= [*--]", "*+-,.", lambda t: t in {"*", "+", ",", "-"}),
-    ("root ::= [a&&b^]", "ab&^", lambda t: len(t) == 1),
+    ("root ::= [*--] [a&&b^]", "*-.a&", lambda t: re.fullmatch("[*+,-][ab&^]", t) is not None),
     ("root ::= [\\]\\\\\\x41\\u0042\\-]", "]\\AB-C", lambda t: t in {"]", "\\", "A", "B", "-"}),
     ('root ::= "\\"" "\\\\" # "x"\n\n#end', '"\\x', lambda t: t == '"\\'),
     ('root ::= (\n "a" |\n  "b"\n) Item-1\nItem-1 ::= "c"', "abc", lambda t: t in {"ac", "bc"}),
@@ -304,11 +295,6 @@ UNUSABLE: list[Any] = [
     ("root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000, "too deeply nested"),
     ("root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30)) + '\nr30 ::= "a"', "too big"),
 ]
-
-
-def test_unusable_grammar_is_a_one_line_error() -> None:
-    for grammar, reason in UNUSABLE:
-        check_refusal(COMPILER.gbnf, grammar, reason, "grammar")
 
 
 def check_refusal(compile_one: Callable[[Any], Constraint], text: Any, reason: str, param: str) -> None:
@@ -363,7 +349,6 @@ UNSUPPORTED: list[Any] = [
     ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
     ({"type": "strnig"}, "Invalid type"),
     ({"type": "string", "minLength": "a"}, "'minLength' must be a number"),
-    ({"type": "number", "multipleOf": "a"}, "'multipleOf' must be a number"),
     ({"type": "number", "multipleOf": True}, "'multipleOf' must be a number"),
     ({"type": 5, "uniqueItems": True}, "'type' must be a string or array"),
     ({"required": [{}], "oneOf": [{}, {}]}, "'required' must be strings"),
@@ -371,20 +356,16 @@ UNSUPPORTED: list[Any] = [
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"type": "string", "pattern": r"(a)\1"}, "backreferences are not supported"),
     ({"type": "object", "patternProperties": {r"\bb": {}}}, "lookarounds not supported"),
-    ({"type": "string", "pattern": "("}, "regex"),
     ({"type": "string", "format": "regex"}, "the format 'regex' is not supported"),
     ({"type": "object", "minProperties": 2}, "'minProperties' is more than one beyond"),
     ({"prefixItems": [{"const": 1}], "items": [{"const": 2}]}, "exclude each other"),
-    ({"const": 2**53 + 1}, "beyond 2 to the 53rd"),
     ({"enum": [{"a": [2**60]}]}, "beyond 2 to the 53rd"),
     ({"type": "number", "maximum": float("nan")}, "number"),
     ({"const": "\ud800"}, "hex escape"),
     ({"type": "integer", "minimum": 5, "maximum": 4}, "Unsatisfiable"),
     ({"$ref": "#"}, "no text can follow"),
-    ({"const": "a\0b"}, "holds a control character"),
     ({"enum": [{"a": ["b\x7f"]}]}, "holds a control character"),
     ({"type": "string", "pattern": r"^a\u007f?b$"}, "holds a control character"),
-    ({"type": "string", "pattern": r"^[\x0b]b$"}, "holds a control character"),
     (nested(5_000), "too deeply nested|too deep"),
     (nested(100), "too deeply nested"),
     (chain(4_500), "more than 4000 subschemas"),
@@ -400,7 +381,9 @@ UNSUPPORTED: list[Any] = [
 ]
 
 
-def test_unsupported_schema_is_a_one_line_error() -> None:
+def test_unusable_grammar_and_unsupported_schema_are_one_line_errors() -> None:
+    for grammar, reason in UNUSABLE:
+        check_refusal(COMPILER.gbnf, grammar, reason, "grammar")
     for schema, reason in UNSUPPORTED:
         check_refusal(COMPILER.json_schema, schema, reason, "response_format")
 
@@ -441,11 +424,7 @@ ACCEPTED: list[Any] = [
         ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'],
         ['{"a":1}', '{"a":1,"c":1}'],
     ),
-    (
-        {"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"},
-        ['{"b":1,"a":1}'],
-        ['{"a":1}', "{}"],
-    ),
+    ({"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"}, ['{"b":1,"a":1}'], ['{"a":1}', "{}"]),
     # With escapes it would still be the property "a", with a value that "a" may not have.
     ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
     ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
@@ -492,20 +471,18 @@ def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft() -> None:
 
 
 def test_grammar_that_becomes_too_costly_fails_there_and_not_before() -> None:
+    """In the second a text of n characters has more than 2 to the n parses, so a mask's time grows with n cubed."""
     steps = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(30))
-    constraint = COMPILER.gbnf(f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?')
-    before = allowed(constraint, [])
-    for _ in range(2):
+    nested_rules, ambiguous = (
+        f'root ::= r0 | "(" root ")"\n{steps}\nr30 ::= "a"?',
+        'root ::= root root | root root root | "a"',
+    )
+    for grammar, ask in ((nested_rules, Constraint.allowed), (ambiguous, compute_masks)):
+        constraint = COMPILER.gbnf(grammar)
+        before = allowed(constraint, [])
         with pytest.raises(ConstraintError, match="cannot be followed further"):
-            constraint.allowed(b"a" * 200)
+            ask(constraint, b"a" * 200)
         assert allowed(constraint, []) == before
-
-
-def test_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
-    """A text of n characters has more than 2 to the n parses: the time of a mask grows with the cube of n."""
-    constraint = COMPILER.gbnf('root ::= root root | root root root | "a"')
-    with pytest.raises(ConstraintError, match="cannot be followed further"):
-        compute_masks(constraint, b"a" * 200)
 
 
 def test_time_budget_is_shared_by_answers_of_a_request_not_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,15 +506,16 @@ def test_masks_beyond_a_rounds_time_are_deferred_to_the_next_round() -> None:
             ask(b"x")
     compiler.limit_masks(10)
     assert allowed(constraint, b"x") == allowed(COMPILER.gbnf(EXPRESSION), b"x")
-
-
-def test_end_of_an_answer_is_known_in_a_round_without_time() -> None:
-    compiler = GrammarCompiler(WORDS)
     constraint = compiler.gbnf('root ::= "ab" "c"?')
     compiler.limit_masks(0)
+    # The end of an answer is known all the same.
     assert [text for text in (b"a", b"ab", b"abc", b"ab", b"b", b"abc") if constraint.complete(text)] == [b"abc"] * 2
     compiler.limit_masks(10)
     assert ord("c") in allowed(constraint, b"ab")
+    # A mask that takes longer than a round is an error.
+    compiler.limit_masks(1e-9)
+    with pytest.raises(ConstraintError, match="takes too much time"):
+        compiler.gbnf(EXPRESSION).allowed([])
 
 
 def test_dead_end_concerns_only_what_leads_to_it() -> None:
@@ -553,28 +531,20 @@ def test_dead_end_concerns_only_what_leads_to_it() -> None:
         assert allowed(constraint, [0, 2]) == allowed(other_answer, [0, 2]) == [3]
 
 
-def test_mask_that_takes_longer_than_a_round_is_an_error() -> None:
-    compiler = GrammarCompiler(WORDS)
-    compiler.limit_masks(1e-9)
-    with pytest.raises(ConstraintError, match="takes too much time"):
-        compiler.gbnf(EXPRESSION).allowed([])
-
-
 COSTLY = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
 
 
 def sample_until_error(constraint: Constraint, written: list[int]) -> None:
     """Append sampled allowed tokens, but never the one that ends the costly part."""
     generator = random.Random(0)
-    for _ in range(900):
+    while len(written) < 900:
         written.append(generator.choice([token for token in allowed(constraint, written) if token != ord("z")]))
 
 
 def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks_but_not_for_the_next_request() -> None:
     """Copies in llguidance share a budget; a copy that finds it exhausted rejects every token without an error."""
     constraint = COMPILER.gbnf(COSTLY)
-    other_answer = constraint.fork()
-    written: list[int] = []
+    other_answer, written = constraint.fork(), list[int]()
     with pytest.raises(ConstraintError):
         sample_until_error(constraint, written)
     for other in (other_answer, constraint.fork(), constraint):
@@ -614,14 +584,9 @@ EXPRESSIONS: list[Any] = [
 ]
 
 
-def test_a_regular_expression_matches_the_whole_answer() -> None:
+def test_a_regular_expression_matches_the_whole_answer_and_is_refused_if_invalid_or_too_large() -> None:
     for pattern, matched, others in EXPRESSIONS:
         constraint = COMPILER.regex(pattern)
         assert [text for text in [*matched, *others] if accepts(constraint, text)] == matched
-
-
-def test_a_regular_expression_that_is_invalid_or_too_large_is_a_400() -> None:
     for pattern in ["(", "abc" * 50_000, r"(?=a)", "(" * 9999 + ")" * 9999, "[", "*", "\\"]:
-        with pytest.raises(RequestError, match="The regular expression cannot be used") as caught:
-            COMPILER.regex(pattern)
-        assert (caught.value.status, caught.value.param) == (400, "regex")
+        check_refusal(COMPILER.regex, pattern, "The regular expression cannot be used", "regex")

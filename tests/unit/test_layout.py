@@ -65,14 +65,6 @@ def test_whitespace_is_predicted_before_a_character() -> None:
         assert Layout().read(text).before(ord(character)) == expected, (text, character)
 
 
-def test_text_may_be_read_in_parts() -> None:
-    text = json.dumps(VALUE, indent=2).encode()
-    parts = Layout()
-    for start in range(0, len(text), 7):
-        parts = parts.read(text[start : start + 7])
-    assert parts == Layout().read(text)
-
-
 def test_layout_of_deep_brackets_is_small() -> None:
     layout = Layout()
     for depth in range(3000):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from itertools import permutations
 from typing import Any
 
 import jsonschema
@@ -16,11 +15,10 @@ from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from test_tool_calls import QWEN, TAGGED, sample
-from test_unions import VALUES, Schemas
+from test_unions import CAT, INTEGER, NULL, STRING, VALUES, Schemas, spellings
 
 VOCABULARY = TAGGED
 TAGS = QWEN.tags(VOCABULARY)
-STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 COMPILER = GrammarCompiler(VOCABULARY)
 
 
@@ -51,7 +49,6 @@ def closed(properties: dict[str, Any], *required: str, **others: Any) -> dict[st
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False} | others
 
 
-CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INTEGER}, "required": ["kind", "lives"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 PETS = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
 KINDS = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
@@ -143,11 +140,9 @@ GENERATED: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
 
 
 def test_a_tool_is_taken_without_strict_and_what_it_does_not_hold_is_named() -> None:
-    for schema, relaxed, taken, refused in GENERATED:
+    for schema, relaxed, *_ in GENERATED:
         constraint = calls({"tool": schema})
         assert constraint.relaxed == tuple(f"tools.tool.{keyword}" for keyword in relaxed)
-        assert all(accepts(constraint, "tool", arguments) for arguments in taken)
-        assert not any(accepts(constraint, "tool", arguments) for arguments in refused)
         held = validator({} if relaxed == ["parameters"] else schema, relaxed)
         for seed in range(5):
             found = re.fullmatch(
@@ -214,6 +209,5 @@ def test_what_is_valid_by_a_schema_stays_so_when_it_is_relaxed() -> None:
         for value in VALUES:
             if by_schema.is_valid(value):
                 count += 1
-                orders = [dict(items) for items in permutations(value.items())] if isinstance(value, dict) else [value]
-                assert any(accepts(constraint, "t", {"x": spelled}) for spelled in orders), (schema, value)
+                assert any(accepts(constraint, "t", {"x": spelled}) for spelled in spellings(value)), (schema, value)
     assert count > 100

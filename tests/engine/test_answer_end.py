@@ -95,8 +95,9 @@ def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     """With `ignore_eos`: a lookup that proposes the end of an earlier turn is wrong, and others are found after it."""
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
-    pair = FakePair(proposers=[LookupProposer()])
-    sequence = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
+    sequence = FakePair(proposers=[LookupProposer()]).answer(
+        prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200
+    )
     assert sequence.answer == plain_greedy(prompt, 200, endless=True)
     assert sequence.stats.accepted > 100
 

@@ -19,18 +19,14 @@ PROMPT = [1, 2, 3]
 
 def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     truth = plain_greedy(PROMPT, 40)
-    pair = FakePair()
-    sequence = pair.submit(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
-    pair.run()
+    sequence = FakePair().answer(PROMPT, gamma=4, max_tokens=40, prediction=[*truth[:15], 0, 0, *truth[17:]])
     assert sequence.answer == truth
     assert sequence.stats.accepted_by["prediction"] > 20
     assert sequence.stats.rounds < 20
 
 
 def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> None:
-    pair = FakePair()
-    sequence = pair.submit(PROMPT, max_tokens=40, prediction=[22] * 50)
-    pair.run()
+    sequence = FakePair().answer(PROMPT, max_tokens=40, prediction=[22] * 50)
     assert sequence.answer == plain_greedy(PROMPT, 40)
     assert sequence.stats.accepted_by["model"] > 0
 
@@ -38,9 +34,7 @@ def test_a_wrong_prediction_changes_no_output_and_the_draft_model_drafts() -> No
 def test_only_the_requested_drafter_is_used() -> None:
     drafters: list[DrafterName] = ["model", "prediction"]
     for drafter in drafters:
-        pair = FakePair()
-        sequence = pair.submit(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
-        pair.run()
+        sequence = FakePair().answer(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
         assert set(sequence.stats.drafted_by) == {drafter}
 
 
@@ -127,8 +121,7 @@ def test_what_an_answer_of_the_same_pool_wrote_is_drafted() -> None:
         pair = FakePair(proposers=[LookupProposer(Pools(1000))])
         accepted = []
         for searched in case:
-            sequence = pair.submit([5, 6, 7, 8], drafter="lookup", pool=searched, gamma=8, max_tokens=40)
-            pair.run()
+            sequence = pair.answer([5, 6, 7, 8], drafter="lookup", pool=searched, gamma=8, max_tokens=40)
             assert sequence.answer == truth
             accepted.append(sequence.stats.accepted)
         alone, after = accepted

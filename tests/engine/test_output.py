@@ -119,7 +119,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def outputs(
-    verification: Verification,
     trials: int,
     *,
     grammar: Callable[[Shared], Alternating] | None = None,
@@ -144,7 +143,7 @@ def outputs(
         sequences = [
             pair.submit(
                 [1, 2],
-                verification=verification,
+                verification="coupled",
                 sampling=replace(SAMPLING, seed=seed + n),
                 max_tokens=max_tokens,
                 constraint=grammar(shared) if grammar else None,
@@ -159,9 +158,11 @@ def outputs(
 
 
 def test_coupled_output_has_the_targets_distribution() -> None:
-    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4. For other rules: test_exact_output.py."""
-    found, gammas = outputs("coupled", TRIALS)
-    assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
+    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4; drafts change none (below).
+
+    For other rules: test_exact_output.py.
+    """
+    found, _ = outputs(TRIALS, gamma=0)
     counts, exact = Counter(found), exact_answers([1, 2], 3, SAMPLING, NoEndToken(6))
     likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
     observed = [counts[output] for output in likely]
@@ -172,7 +173,7 @@ def test_coupled_output_has_the_targets_distribution() -> None:
 
 def test_coupled_output_is_the_same_with_and_without_drafts() -> None:
     for case, options in CASES.items():
-        plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
-        drafted, gammas = outputs("coupled", 99, **options)
+        plain, _ = outputs(60, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
+        drafted, gammas = outputs(60, **options)
         assert drafted == plain, case
-        assert gammas[1] + gammas[2] > 50
+        assert gammas[1] + gammas[2] > 30

@@ -12,7 +12,6 @@ from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.core import admission
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
 from specserve.core.text_sequence import TextSequence
-from tiny_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(
     KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"
@@ -27,11 +26,6 @@ MODES = [
     {"mode": "auto"},
     {"mode": "fixed", "drafter": "lookup"},
 ]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> TinyFiles:
-    return TinyFiles(tmp_path_factory.mktemp("tiny"))
 
 
 def random_requests(rng: random.Random) -> list[dict[str, Any]]:
@@ -60,7 +54,6 @@ def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Ran
     return sequences
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(files: TinyFiles, architecture: str) -> None:
     pair = Pair(files.config(architecture))
     for seed in range(2):
@@ -72,7 +65,6 @@ def test_greedy_and_seeded_output_is_the_same_alone_and_concurrent(files: TinyFi
         assert sum(sequence.cached_tokens > 0 for sequence in concurrent) >= 3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_output_is_the_same_where_sequences_are_preempted(
     files: TinyFiles, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +81,6 @@ def test_output_is_the_same_where_sequences_are_preempted(
         assert sum(sequence.preemptions for sequence in concurrent) >= 1
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_conversations_that_leave_the_cache_and_return_go_on_with_the_same_bits(
     files: TinyFiles, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,16 +25,6 @@ GAMMAS = [1, 3, 7]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> TinyFiles:
-    return TinyFiles(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def architecture(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
 def pair(architecture: str, files: TinyFiles) -> Pair:
     return Pair(files.config(architecture))
 

@@ -12,12 +12,11 @@ import tiny_models
 from batch_invariance import largest_difference
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from pairs import open_engine
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
@@ -94,11 +93,9 @@ def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_c
             path = quantise_as(tmp_path / "single.gguf", tmp_path / f"{form}.gguf", form)
             for mode, threads in runs:
                 kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
-                model = LlamaModel(path)
-                engine = LlamaEngine(model, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
+                engine = open_engine(path, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
                 assert (largest_difference(engine) == 0) == (mode == "auto"), (architecture, form, mode, threads)
                 engine.close()
-                model.close()
 
 
 @needs_kernels

@@ -78,24 +78,6 @@ def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers() -> No
         assert after.answer == plain_greedy(PROMPT, 10)
 
 
-def test_a_fault_in_one_requests_verification_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def verify(p: Any, step: SequenceStep) -> Any:
-        if step.sequence.generated and step.sequence.prompt == [9]:
-            raise RuntimeError("of ours")
-        return verify_truly(p, step)
-
-    verify_truly = round_module._verify
-    monkeypatch.setattr(round_module, "_verify", verify)
-    pair = FakePair()
-    faulty, other = pair.submit([9]), pair.submit(PROMPT)
-    pair.run()
-    assert faulty.error is not None
-    assert (faulty.error.status, other.answer) == (500, plain_greedy(PROMPT, 20))
-    assert "of ours" in caplog.text
-
-
 def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     """Decoding is shared equally, and drafts and prompts are charged by their rows.
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_engine import NoEndToken
-from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
+from fake_pair import END_TOKEN, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation.ngram import LookupProposer, PredictionProposer
 from specserve.speculation.proposers import GrammarProposer
@@ -38,36 +38,6 @@ def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
     for sequence, (prompt, _, most) in zip(sequences, jobs, strict=True):
         assert sequence.answer == plain_greedy(prompt, most)
         assert sequence.finish_reason == ("length" if sequence.generated == most else "stop")
-
-
-def test_penalised_and_biased_greedy_output_is_the_same_with_speculation() -> None:
-    bias = ((3, 2.0), (5, -100.0))
-    sampling = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=bias)
-    pair = FakePair()
-    plain, *speculative = (pair.submit([1, 2, 3], gamma=n, sampling=sampling) for n in (0, 1, 4))
-    pair.run()
-    assert plain.answer != plain_greedy([1, 2, 3], 20)
-    assert 5 not in plain.answer
-    for sequence in speculative:
-        assert sequence.answer == plain.answer
-        assert sequence.stats.accepted > 0
-
-
-def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix() -> None:
-    """The prompt is longer than a draft pass; it runs alone, beside another one, and again with a cached prefix."""
-    prompt = list(range(20))
-    alone = FakePair()
-    expected = alone.submit(prompt, sampling=SEEDED, verification="coupled")
-    alone.run()
-    for gamma in (0, 1, 3, 6):
-        pair = FakePair(blend=0.8, prefill_rows=5)
-        other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
-        for cached in (0, 19):
-            sequence = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
-            pair.run(sequence)
-            assert sequence.answer == expected.answer
-            assert sequence.cached_tokens == cached
-        assert not other.done
 
 
 def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:

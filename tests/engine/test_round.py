@@ -14,7 +14,6 @@ from fake_engine import FakeEngine
 from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain_greedy, prompt_reaching_end_token
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams
-from specserve.speculation import round as round_module
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import SequenceStep
 
@@ -26,13 +25,6 @@ def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None
     assert stats.accepted == stats.drafted == 12
     assert stats.rounds == 4  # the prefill gives one token, then four rounds of four
     assert stats.mean_acceptance_length == 4
-
-
-def test_max_tokens_ends_the_answer_and_limits_the_drafts() -> None:
-    for max_tokens in range(1, 12):
-        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=5, max_tokens=max_tokens)
-        assert (sequence.generated, sequence.finish_reason) == (max_tokens, "length")
-        assert sequence.stats.drafted == sequence.stats.accepted
 
 
 def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
@@ -171,14 +163,6 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
             assert score.logprob == pytest.approx(logprobs_after(prompt[:position])[prompt[position]], abs=1e-5)
         assert sequence.answer == plain_greedy(prompt, max_tokens)
         assert len(sequence.scores) == sequence.generated
-
-
-def test_a_prompt_that_is_read_again_keeps_its_scores() -> None:
-    sequence = FakePair().submit(list(range(6)), scores_prompt=True, max_tokens=1)
-    logits = np.zeros((6, VOCABULARY), np.float32)
-    for cached, rows in ((0, 2), (2, 2), (0, 6)):
-        round_module._score_prompt(SequenceStep(sequence, cached, rows), logits[cached : cached + rows])
-    assert [score.token for score in sequence.prompt_scores] == [1, 2, 3, 4, 5]
 
 
 def test_an_answer_ends_where_its_grammar_does() -> None:

@@ -29,22 +29,13 @@ def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_head, "_RECENT", 8)
 
 
-def test_frequent_and_end_tokens_are_always_computed() -> None:
-    head = DraftHead(SIZE, always=[50 * GROUP + 1])
-    for _ in range(20):
-        assert list(head.groups([0])) == [0, 1, 2, 50]
-
-
-def test_a_read_token_is_computed_until_enough_others_have_been_read() -> None:
-    head = DraftHead(SIZE, always=[])
-    assert list(head.groups([70 * GROUP, 3])) == [0, 1, 2, 70]
-    assert list(head.groups([90 * GROUP + 5])) == [0, 1, 2, 70, 90]
-    assert list(head.groups([1] * 6)) == [0, 1, 2, 70, 90]
-    assert list(head.groups([1])) == [0, 1, 2, 90]
-
-
-def test_the_last_token_has_a_group_if_the_last_group_is_partial() -> None:
-    assert list(DraftHead(SIZE + 1, always=[]).groups([SIZE])) == [0, 1, 2, 100]
+def test_frequent_end_and_recently_read_tokens_are_computed_in_groups() -> None:
+    head = DraftHead(SIZE + 1, always=[50 * GROUP + 1])
+    reads = [([0], []), ([70 * GROUP, 3], [70]), ([90 * GROUP + 5], [70, 90]), ([1] * 6, [70, 90]), ([1], [90])]
+    for read, recent in reads:
+        assert list(head.groups(read)) == [0, 1, 2, 50, *recent]
+    # The last group is partial.
+    assert list(head.groups([SIZE])) == [0, 1, 2, 50, 100]
 
 
 def logits(path: Path, head: DraftHead | None) -> FloatArray:

@@ -27,6 +27,13 @@ def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None
     assert stats.mean_acceptance_length == 4
 
 
+def test_max_tokens_ends_the_answer_and_limits_the_drafts() -> None:
+    for max_tokens in range(1, 12):
+        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=5, max_tokens=max_tokens)
+        assert (sequence.generated, sequence.finish_reason) == (max_tokens, "length")
+        assert sequence.stats.drafted == sequence.stats.accepted
+
+
 def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
     sequence = FakePair(blend=0.0).answer(prompt_reaching_end_token(), gamma=12)
     stats = sequence.stats

@@ -105,12 +105,14 @@ class FakePair:
         max_tokens: int = 20,
         stops: abc.Sequence[str] = (),
         request: str = "",
+        client: str = "",
+        salt: str = "",
         pool: Pool | None = None,
         **options: Any,
     ) -> TextSequence:
         """Queue a sequence; `options` are further arguments of `Sequence`."""
         speculation = SpeculationParams(gamma, verification, drafter, mode, pool)
-        options |= {"info": RequestInfo(request), "max_tokens": max_tokens}
+        options |= {"info": RequestInfo(request, client=client, cache_salt=salt), "max_tokens": max_tokens}
         sequence = TextSequence(prompt, sampling, speculation, self.vocabulary, TextParams(stops), **options)
         self.scheduler.submit(sequence)
         self._slots[sequence] = sequence.slot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
 from typing import TypeVar
 from unittest import mock
@@ -90,6 +90,11 @@ class _Path:
     def probability(self) -> float:
         """That all these answers are given."""
         return prod(interval.length for interval in self._known.values())
+
+
+def largest_error(found: Mapping[Outcome, float], expected: Mapping[Outcome, float]) -> float:
+    """The largest error of the probability of any outcome."""
+    return max(abs(float(found.get(key, 0.0) - expected.get(key, 0.0))) for key in found.keys() | expected.keys())
 
 
 def outcomes(program: Callable[[], Outcome]) -> dict[Outcome, float]:

@@ -19,7 +19,8 @@ from specserve.core.prefix_store import PrefixStore
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Mode
-from specserve.engine.llama_model import write_pure_q4_0
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel, write_pure_q4_0
 from specserve.sequence import Sequence
 from tiny_models import write_tiny
 
@@ -27,6 +28,14 @@ from tiny_models import write_tiny
 PLAIN = {"mode": "off", "pool": ""}
 # llama.cpp's own kernels have to pass the same tests: SPECSERVE_TEST_KERNELS=off scripts/test tests/engine
 KERNELS: Mode = "off" if os.environ.get("SPECSERVE_TEST_KERNELS") == "off" else "auto"
+
+
+def open_engine(model: Path | LlamaModel, **options: Any) -> LlamaEngine:
+    """An engine with small buffers; `options` are arguments of `LlamaEngine`."""
+    if isinstance(model, Path):
+        model = LlamaModel(model)
+    small = {"n_slots": 3, "context_length": 256, "threads": 1, "max_rows": 64, "max_logits": 32}
+    return LlamaEngine(model, **(small | options))
 
 
 def fixed_gamma(gamma: int) -> dict[str, Any]:

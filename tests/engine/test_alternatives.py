@@ -138,10 +138,9 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
         for most in (0, 8):
             pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
             pair.target.max_alternatives = most
-            sequence = pair.submit(
+            sequence = pair.answer(
                 [1, 2, 3], gamma=8, mode="auto", verification="coupled", sampling=sampling, max_tokens=300
             )
-            pair.run()
             stats = sequence.stats
             answers.append(sequence.answer)
             adopted.append(stats.adopted)
@@ -154,20 +153,20 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
 
 
 def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
-    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
-    stats = pair.submit([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100).stats
-    pair.run()
+    stats = (
+        FakePair(costs=(flat(), flat(0.2)), blend=0.45)
+        .answer([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100)
+        .stats
+    )
     assert stats.drafted > 0
     assert stats.alternatives == 0
 
 
 def test_log_probabilities_sources_and_records_count_the_token_after_an_alternative() -> None:
     observer = RecordingObserver()
-    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, observers=[observer])
-    sequence = pair.submit(
+    sequence = FakePair(costs=(flat(), flat(0.2)), blend=0.45, observers=[observer]).answer(
         [1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, max_tokens=60, top_logprobs=1, keeps_sources=True
     )
-    pair.run()
     assert [score.token for score in sequence.scores] == sequence.answer
     # Greedy: each is the most probable token by the scores at its own position.
     assert all(score.top[0][0] == score.token for score in sequence.scores)
@@ -197,10 +196,9 @@ def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
         adopt(slot, number)
 
     monkeypatch.setattr(pair.target, "adopt", counted)
-    found = pair.submit(
+    found = pair.answer(
         [1, 2], gamma=8, mode="auto", constraint=Slow(VOCABULARY, shared), max_tokens=200, sampling=ENDLESS
     )
-    pair.run()
     assert found.answer == expected.answer
     assert 0 < found.stats.adopted < len(adoptions)
     assert found.stats.adopted == sum(step.adopted for step in observer.rounds)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -95,8 +94,9 @@ def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     """With `ignore_eos`: a lookup that proposes the end of an earlier turn is wrong, and others are found after it."""
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
-    pair = FakePair(proposers=[LookupProposer()])
-    sequence = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
+    sequence = FakePair(proposers=[LookupProposer()]).answer(
+        prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200
+    )
     assert sequence.answer == plain_greedy(prompt, 200, endless=True)
     assert sequence.stats.accepted > 100
 
@@ -121,7 +121,7 @@ def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follo
         assert max(row.position for row in pair.draft.decoded) <= len(prompt) + length - 2
 
 
-def test_a_loaded_pair_knows_its_end_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_pair_knows_its_end_tokens(files: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither model reads one where a real grammar ends."""
     read: list[int] = []
     forward = LlamaEngine.forward
@@ -130,7 +130,7 @@ def test_a_loaded_pair_knows_its_end_tokens(tmp_path: Path, monkeypatch: pytest.
         read.extend(row.token for row in rows)
         return forward(self, rows)
 
-    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    pair = Pair(files.config("llama"))
     monkeypatch.setattr(LlamaEngine, "forward", recorded)
     answer = pair.complete("a", temperature=0, grammar='root ::= "abababab"', speculation={"mode": "fixed", "gamma": 9})
     assert answer.text == "abababab"

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 import tiny_models
 from attention_cases import AttentionCase, conversations
-from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from kernel_products import needs_kernels
+from pairs import open_engine
 from planted import build_library
 from specserve.config import CacheType
-from specserve.engine import kernel_library, kernel_trial, kernels
+from specserve.engine import kernel_library, kernel_trial
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, Unusable
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
@@ -31,14 +30,6 @@ __all__ = ["build_library"]
 
 # Keys and values rounded to half precision cause 2e-4 to 7e-4 by the same measure.
 MAX_ERROR = 5e-4
-
-
-@pytest.fixture(params=SUPPORTED_VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each variant that this processor supports."""
-    assert kernels.use("auto", variant=request.param).variant == request.param
-    yield request.param
-    kernels.use("off")
 
 
 def last_rows(seed: int, rows: int, *lengths: int, **sizes: int) -> AttentionCase:
@@ -91,16 +82,10 @@ def test_any_rows_scores_and_values_are_exact() -> None:
         assert replace(case, queries=factor * case.queries, values=case.values / factor).error() < 4 * MAX_ERROR
     assert not replace(case, values=0 * case.values).attend().any()
     assert np.allclose(replace(case, keys=0 * case.keys).attend(), replace(case, keys=0 * case.keys).exact(), atol=0.01)
-
-
-@pytest.mark.usefixtures("variant")
-def test_large_components_that_all_keys_share_cost_little() -> None:
-    """As the keys of Qwen2.5 have them: the norm is that of four components, and the others decide."""
-    case = last_rows(2, 4, 500)
-    keys, queries = case.keys.copy(), case.queries.copy()
-    keys[..., :4] += (60, -40, 30, 100)
-    queries[..., :4] *= 0.05
-    assert replace(case, keys=keys, queries=queries).error() < 2e-3
+    # As in Qwen2.5 all keys share large components, and the others decide.
+    case.keys[..., :4] += (60, -40, 30, 100)
+    case.queries[..., :4] *= 0.05
+    assert case.error() < 2e-3
 
 
 @pytest.mark.usefixtures("variant")
@@ -178,7 +163,7 @@ def test_planted_faults_fail_the_trial_and_these_tests(
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With heads of 32 numbers, a block of Q8_0."""
     directory = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
@@ -194,17 +179,7 @@ class Slots:
     """An engine of three slots, and what its passes return."""
 
     def __init__(self, path: Path, cache_type: CacheType, *, threads: int = 1) -> None:
-        self.model = LlamaModel(path)
-        self.engine = LlamaEngine(
-            self.model,
-            n_slots=3,
-            context_length=700,
-            threads=threads,
-            max_rows=64,
-            max_logits=8,
-            max_alternatives=2,
-            cache_type=cache_type,
-        )
+        self.engine = open_engine(path, context_length=700, threads=threads, max_alternatives=2, cache_type=cache_type)
 
     def feed(self, slot: int, end: int, chunk: int = 64) -> None:
         """Prefill a slot with TOKENS up to a position."""
@@ -226,9 +201,9 @@ def cache_type(request: pytest.FixtureRequest) -> CacheType:
 
 
 @pytest.fixture
-def slots(variant: str, tiny: Path, cache_type: CacheType) -> Iterator[Slots]:
+def slots(variant: str, wide: Path, cache_type: CacheType) -> Iterator[Slots]:
     assert variant
-    found = Slots(tiny, cache_type)
+    found = Slots(wide, cache_type)
     assert not found.engine.left_to_llama_cpp
     yield found
     found.engine.close()
@@ -282,11 +257,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(slots: Slots) -> None:
 
 
 def test_the_cache_holds_what_other_chunks_and_threads_have_prefilled(
-    slots: Slots, tiny: Path, cache_type: CacheType
+    slots: Slots, wide: Path, cache_type: CacheType
 ) -> None:
     slots.feed(0, 400, chunk=64)
     for chunk, threads in ((1, 1), (33, 2), (64, 3)):
-        other = Slots(tiny, cache_type, threads=threads)
+        other = Slots(wide, cache_type, threads=threads)
         other.feed(2, 120)
         other.feed(0, 400, chunk)
         assert np.array_equal(other.engine.save(0, 0, 400), slots.engine.save(0, 0, 400))

@@ -1,4 +1,4 @@
-"""With specserve's kernels logits do not depend on what the KV cache went through, bit for bit."""
+"""Logits do not depend on what the KV cache went through: with specserve's kernels bit for bit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from pairs import open_engine
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
-from tiny_models import ARCHITECTURES, write_tiny
+from tiny_models import write_tiny
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4
 STEPS = 500
@@ -24,24 +25,13 @@ TOKENS = 200
 class Walk:
     """A walk of an engine through random steps; another engine reads each prefix anew, in a single pass."""
 
-    def __init__(self, model: LlamaModel, random: Random) -> None:
-        self._random = random
-        self._engine = self._make(model, SLOTS, ALTERNATIVES)
-        self._plain = self._make(model, 1, 0)
+    def __init__(self, model: LlamaModel, random: Random, tolerance: float) -> None:
+        self._random, self._tolerance = random, tolerance
+        options = {"context_length": LENGTH, "max_rows": LENGTH, "max_logits": 64}
+        self._engine = open_engine(model, n_slots=SLOTS, max_alternatives=ALTERNATIVES, **options)
+        self._plain = open_engine(model, n_slots=1, **options)
         self._tokens: list[list[int]] = [[] for _ in range(SLOTS)]
         self.compared = 0
-
-    @staticmethod
-    def _make(model: LlamaModel, slots: int, alternatives: int) -> LlamaEngine:
-        return LlamaEngine(
-            model,
-            n_slots=slots,
-            context_length=LENGTH,
-            threads=1,
-            max_rows=LENGTH,
-            max_logits=64,
-            max_alternatives=alternatives,
-        )
 
     def close(self) -> None:
         self._engine.close()
@@ -84,7 +74,7 @@ class Walk:
         if not rows:
             return
         for prefix, logits in zip(prefixes, self._engine.forward(rows).copy(), strict=True):
-            assert logits.tobytes() == self._anew(prefix).tobytes(), f"after {prefix}"
+            assert np.abs(logits - self._anew(prefix)).max() <= self._tolerance, f"after {prefix}"
             self.compared += 1
         for slot, read in alternatives.items():
             if random.random() < 0.7:
@@ -99,25 +89,29 @@ class Walk:
         return logits
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def single(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated model in single precision."""
     file = tmp_path_factory.mktemp("tiny") / "single.gguf"
-    write_tiny(file, request.param, "target")
+    write_tiny(file, architecture, "target")
     return file
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=[*(pytest.param(form, marks=needs_kernels) for form in FORMATS), "llama.cpp's kernels"])
 def walk(request: pytest.FixtureRequest, single: Path, tmp_path: Path) -> Iterator[Walk]:
-    kernels.use("auto", variant=next(iter(SUPPORTED_VARIANTS), None))
-    model = LlamaModel(quantise_as(single, tmp_path / "quantised.gguf", request.param))
-    walk = Walk(model, Random(5))
+    """Or llama.cpp's kernels in single precision: attention adds in the order of cells. Faults cost 5 and more."""
+    path, tolerance = single, 0.1
+    kernels.use("off")
+    if request.param in FORMATS:
+        kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
+        path, tolerance = quantise_as(single, tmp_path / "quantised.gguf", request.param), 0.0
+    model = LlamaModel(path)
+    walk = Walk(model, Random(5), tolerance)
     yield walk
     walk.close()
     model.close()
 
 
-@needs_kernels
 def test_logits_are_those_of_a_fresh_pass_after_any_alternatives_copies_and_truncations(walk: Walk) -> None:
     for _ in range(STEPS):
         walk.step()

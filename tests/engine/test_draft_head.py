@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 import tiny_models
-from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from kernel_products import needs_kernels
+from pairs import open_engine
 from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
-from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
@@ -30,64 +29,39 @@ def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_head, "_RECENT", 8)
 
 
-def test_frequent_and_end_tokens_are_always_computed() -> None:
-    head = DraftHead(SIZE, always=[50 * GROUP + 1])
-    for _ in range(20):
-        assert list(head.groups([0])) == [0, 1, 2, 50]
-
-
-def test_a_read_token_is_computed_until_enough_others_have_been_read() -> None:
-    head = DraftHead(SIZE, always=[])
-    assert list(head.groups([70 * GROUP, 3])) == [0, 1, 2, 70]
-    assert list(head.groups([90 * GROUP + 5])) == [0, 1, 2, 70, 90]
-    assert list(head.groups([1] * 6)) == [0, 1, 2, 70, 90]
-    assert list(head.groups([1])) == [0, 1, 2, 90]
-
-
-def test_the_last_token_has_a_group_if_the_last_group_is_partial() -> None:
-    assert list(DraftHead(SIZE + 1, always=[]).groups([SIZE])) == [0, 1, 2, 100]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
-
-
-@pytest.fixture(params=SUPPORTED_VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each variant that this processor supports."""
-    assert kernels.use("auto", variant=request.param).variant == request.param
-    yield request.param
-    kernels.use("off")
+def test_frequent_end_and_recently_read_tokens_are_computed_in_groups() -> None:
+    head = DraftHead(SIZE + 1, always=[50 * GROUP + 1])
+    reads = [([0], []), ([70 * GROUP, 3], [70]), ([90 * GROUP + 5], [70, 90]), ([1] * 6, [70, 90]), ([1], [90])]
+    for read, recent in reads:
+        assert list(head.groups(read)) == [0, 1, 2, 50, *recent]
+    # The last group is partial.
+    assert list(head.groups([SIZE])) == [0, 1, 2, 50, 100]
 
 
 def logits(path: Path, head: DraftHead | None) -> FloatArray:
     """The logits after each of three tokens, shape (3, vocabulary)."""
-    model = LlamaModel(path)
-    engine = LlamaEngine(model, n_slots=1, context_length=64, threads=2, max_rows=8, max_logits=8, head=head)
+    engine = open_engine(path, n_slots=1, threads=2, head=head)
     return engine.forward([Row(token, 0, position, True) for position, token in enumerate((40, 41, 42))]).copy()
 
 
 @needs_kernels
 @pytest.mark.usefixtures("variant")
-def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(model: Path) -> None:
-    full = logits(model, None)
+def test_computed_logits_have_the_same_bits_and_the_others_are_minus_infinity(tiny: Path) -> None:
+    full = logits(tiny, None)
     size = full.shape[1]
     assert size % GROUP, "the vocabulary has to end within a group"
-    reduced = logits(model, DraftHead(size, always=[size - 1]))
+    reduced = logits(tiny, DraftHead(size, always=[size - 1]))
     computed = np.zeros(size, bool)
     computed[:FREQUENT] = computed[size - size % GROUP :] = True
     assert np.array_equal(reduced[:, computed], full[:, computed])
     assert np.isneginf(reduced[:, ~computed]).all()
-    assert np.array_equal(logits(model, None), full), "other engines compute the full head"
+    assert np.array_equal(logits(tiny, None), full), "other engines compute the full head"
 
 
 @needs_kernels
 @pytest.mark.usefixtures("variant")
 def test_a_head_that_cannot_be_reduced_is_computed_in_full(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By llama.cpp's kernels, unquantised, or with a bias, so that the sum and not the product is `result_output`."""
     weights = tiny_models._weights
@@ -99,8 +73,11 @@ def test_a_head_that_cannot_be_reduced_is_computed_in_full(
     monkeypatch.setattr(tiny_models, "_weights", with_bias)
     single = tmp_path / "single.gguf"
     write_tiny(single, "qwen2", "target")
-    head = DraftHead(LlamaModel(model).size, always=[])
-    for path in (quantise_as(single, tmp_path / "biased.gguf", "q4_0"), model.with_name("single.gguf")):
+    biased = quantise_as(single, tmp_path / "biased.gguf", "q4_0")
+    monkeypatch.undo()
+    write_tiny(single, "qwen2", "target")
+    head = DraftHead(LlamaModel(tiny).size, always=[])
+    for path in (biased, single):
         assert np.isfinite(logits(path, head)).all()
     kernels.use("off")
-    assert np.isfinite(logits(model, head)).all()
+    assert np.isfinite(logits(tiny, head)).all()

@@ -41,8 +41,7 @@ def rows_read(model: DraftModel, *steps: SequenceStep, is_shared: bool = False) 
 
 def test_no_token_is_fed_twice_while_all_drafts_are_accepted() -> None:
     pair = FakePair(blend=0.0)
-    pair.submit([1, 2, 3], max_tokens=30)
-    pair.run()
+    pair.answer([1, 2, 3], max_tokens=30)
     positions = [row.position for row in pair.draft.decoded]
     assert positions == sorted(set(positions))
 
@@ -119,8 +118,7 @@ def test_no_client_copies_what_another_one_s_slot_holds() -> None:
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
     pair = FakePair(blend=0.0, draft_context=32)
-    sequence = pair.submit([1, 2, 3], max_tokens=100, sampling=ENDLESS)
-    pair.run()
+    sequence = pair.answer([1, 2, 3], max_tokens=100, sampling=ENDLESS)
     assert max(row.position for row in pair.draft.decoded) < 32
     assert sequence.stats.accepted > 60
 
@@ -131,12 +129,10 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     truth = plain_greedy(prompt, 20)
     unknown = max(truth)
     pair = FakePair(draft_width=unknown)
-    sequence = pair.submit(prompt, gamma=6, prediction=truth)
-    pair.run()
+    sequence = pair.answer(prompt, gamma=6, prediction=truth)
     assert sequence.answer == truth
     assert all(row.token < unknown for row in pair.draft.decoded)
-    other = pair.submit([1])
-    pair.run()
+    other = pair.answer([1])
     assert other.stats.drafted_by["model"] > 0
 
 
@@ -158,8 +154,7 @@ def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_ano
     pair = FakePair(draft_width=VOCABULARY - 2, window=16)
     first = pair.submit(shared, max_tokens=40, sampling=ENDLESS)
     pair.run_until(lambda: first.stats.drafted_by["model"] > 0)
-    second = pair.submit([*shared, VOCABULARY - 2, *rest], max_tokens=40, sampling=ENDLESS)
-    pair.run()
+    second = pair.answer([*shared, VOCABULARY - 2, *rest], max_tokens=40, sampling=ENDLESS)
     assert pair.drafters.model
     assert second.stats.drafted_by["model"] > 0
     assert max(row.token for row in pair.draft.decoded) < VOCABULARY - 2
@@ -167,10 +162,8 @@ def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_ano
 
 def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:
     pair = FakePair(draft_width=4)
-    pair.submit([1, 2], max_tokens=2, constraint=Alternating(VOCABULARY, least=5), gamma=1)
-    pair.run()
-    later = pair.submit([1, 2], max_tokens=30, sampling=SamplingParams(temperature=0, top_k=4))
-    pair.run()
+    pair.answer([1, 2], max_tokens=2, constraint=Alternating(VOCABULARY, least=5), gamma=1)
+    later = pair.answer([1, 2], max_tokens=30, sampling=SamplingParams(temperature=0, top_k=4))
     assert later.stats.drafted > 0
 
 
@@ -186,6 +179,5 @@ def test_a_failed_draft_pass_switches_the_draft_model_off_and_changes_no_output(
         assert drafted.answer == plain_greedy(prompt, 20)
         assert plain.answer == plain_greedy([4, 5], 20)
         passes = len(pair.draft.decoded)
-        pair.submit([1, 2])
-        pair.run()
+        pair.answer([1, 2])
         assert len(pair.draft.decoded) == passes, "a failed draft model is not called again"

@@ -19,7 +19,7 @@ from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary, NoEndToken
 from fake_pair import FakePair, RecordingObserver, exact_answers
-from intervals import outcomes
+from intervals import largest_error, outcomes
 from rules import KeyedByPosition, noise
 from specserve.engine.base import Row
 from specserve.sampling import logits as logits_module
@@ -171,7 +171,7 @@ def error(case: Case, verification: Verification, *, of: slice = slice(None)) ->
         exact = exact_answers(prompt, case.length, case.sampling, case.vocabulary, grammar)
         pairs = product(expected.items(), exact.items())
         expected = {(*before, answer): first * second for (before, first), (answer, second) in pairs}
-    return max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in found.keys() | expected.keys())
+    return largest_error(found, expected)
 
 
 @pytest.mark.parametrize("case", CASES)

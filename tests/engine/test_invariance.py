@@ -12,61 +12,39 @@ import tiny_models
 from batch_invariance import largest_difference
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
+from pairs import open_engine
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, quantise_as
 from tiny_models import ARCHITECTURES, write_tiny
 
 NOISE = 0.25
 
-Fault = Callable[["FaultyEngine", list[Row], Row], bool]
+Fault = Callable[[list[Row], Row], bool]
 
 
 class FaultyEngine(FakeEngine):
-    """An engine that adds `NOISE` to the logits of each row for which `fault` is true.
-
-    It allocates KV cells as a unified cache does: the first free cell first.
-    """
+    """An engine that adds `NOISE` to the logits of each row for which `fault` is true."""
 
     def __init__(self, fault: Fault, *, n_slots: int = 2) -> None:
         super().__init__(vocabulary=24, n_slots=n_slots)
         self._fault = fault
-        self.layout: list[tuple[int, int] | None] = []
-        self.wide: set[tuple[int, int]] = set()
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        for row in rows:
-            cell = (row.slot, row.position)
-            free = self.layout.index(None) if None in self.layout else len(self.layout)
-            self.layout[free : free + 1] = [cell]
-            (self.wide.add if len(rows) >= 64 else self.wide.discard)(cell)
-        wrong = [self._fault(self, rows, row) for row in rows if row.wants_logits]
+        wrong = [self._fault(rows, row) for row in rows if row.wants_logits]
         return super().forward(rows) + NOISE * np.array(wrong, np.float32)[:, None]
-
-    def truncate(self, slot: int, length: int) -> None:
-        super().truncate(slot, length)
-        self.layout = [None if cell and cell[0] == slot and cell[1] >= length else cell for cell in self.layout]
-
-
-def has_other_cells_between(engine: FaultyEngine, _rows: list[Row], row: Row) -> bool:
-    own = [number for number, cell in enumerate(engine.layout) if cell and cell[0] == row.slot]
-    return own != list(range(own[0], own[0] + len(own)))
 
 
 ALONE: dict[str, Fault] = {
-    "a kernel for four rows": lambda _engine, rows, _row: len(rows) == 4,
-    "llama.cpp's products with weights that it has not repacked": lambda _engine, rows, _row: len(rows) == 8,
-    "llama.cpp's attention": lambda engine, rows, _row: len(rows) == 1 and len(engine.layout) > 256,
-    "tokens read in wide passes": lambda engine, _rows, row: (row.slot, row.position - 1) in engine.wide,
+    "a kernel for four rows": lambda rows, _row: len(rows) == 4,
+    "llama.cpp's products with weights that it has not repacked": lambda rows, _row: len(rows) == 8,
+    "llama.cpp's attention": lambda rows, row: len(rows) == 1 and row.position > 264,
 }
 BESIDE_OTHERS: dict[str, Fault] = {
-    "other cells between": has_other_cells_between,
-    "neighbours before": lambda _engine, rows, row: rows[0].slot != row.slot,
-    "neighbours after": lambda _engine, rows, row: rows[-1].slot != row.slot,
+    "neighbours before": lambda rows, row: rows[0].slot != row.slot,
+    "neighbours after": lambda rows, row: rows[-1].slot != row.slot,
 }
 
 
@@ -94,11 +72,9 @@ def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_c
             path = quantise_as(tmp_path / "single.gguf", tmp_path / f"{form}.gguf", form)
             for mode, threads in runs:
                 kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
-                model = LlamaModel(path)
-                engine = LlamaEngine(model, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
+                engine = open_engine(path, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
                 assert (largest_difference(engine) == 0) == (mode == "auto"), (architecture, form, mode, threads)
                 engine.close()
-                model.close()
 
 
 @needs_kernels

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 import tiny_models
 from kernel_products import BLOCK, FORMATS, SUPPORTED_VARIANTS, exact, needs_kernels, product, quantised, variants
+from pairs import open_engine
 from planted import build_library
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from tiny_formats import quantise_as
 from tiny_models import write_tiny
 
@@ -201,18 +201,6 @@ def test_planted_faults_fail_the_trial_and_these_tests(
 # ---- in llama.cpp ----
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
-
-
-def open_engine(path: Path, *, threads: int = 1) -> tuple[LlamaModel, LlamaEngine]:
-    model = LlamaModel(path)
-    return model, LlamaEngine(model, n_slots=2, context_length=256, threads=threads, max_rows=64, max_logits=8)
-
-
 def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
     rows = [Row(token, slot, position, wants_logits=position == 19) for position, token in enumerate(range(40, 60))]
     found = engine.forward(rows).copy()
@@ -224,7 +212,7 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path, best: 
     assert best
     # Two layers of seven products, and the head.
     for expected in ((15, 2), (0, 0)):
-        _, engine = open_engine(tiny)
+        engine = open_engine(tiny)
         before = kernels.calls()
         logits(engine)
         after = kernels.calls()
@@ -253,41 +241,38 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_pa
     half_quantised = changed(tmp_path, "q4_k", FEED_FORWARD=256)
     unquantised = tmp_path / "single.gguf"
     for path, left in ((small_heads, attention), (unquantised, products), (half_quantised, products)):
-        assert open_engine(path)[1].left_to_llama_cpp == left
-        assert open_engine(tiny)[1].left_to_llama_cpp == ()
+        assert open_engine(path).left_to_llama_cpp == left
+        assert open_engine(tiny).left_to_llama_cpp == ()
     # A row's attention reads its own sequence, or with llama.cpp's kernel all of them.
     for path, expected in ((tiny, 20), (small_heads, 32)):
-        _, engine = open_engine(path)
+        engine = open_engine(path)
         for slot, length in ((0, 20), (1, 12)):
             engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
         assert engine.kv_len([0]) == expected
     kernels.use("off")
-    assert open_engine(tiny)[1].left_to_llama_cpp == (*products, *attention)
+    assert open_engine(tiny).left_to_llama_cpp == (*products, *attention)
 
 
 def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_together(tiny: Path) -> None:
     kernels.use("off")
-    _, stock = open_engine(tiny, threads=2)
+    stock = open_engine(tiny, threads=2)
     expected = logits(stock)
-    engines = [open_engine(tiny, threads=2)[1] for _ in variants()]
+    engines = [open_engine(tiny, threads=2) for _ in variants()]
     for _ in variants():
         for engine in engines:
             assert 0 < np.abs(logits(engine) - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def in_a_process(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process with this file's names and the selected kernels of the first variant."""
-    start = (
-        f"import gc, pathlib, sys; sys.path[:0] = {sys.path!r}\nimport psutil\nfrom specserve.engine import kernels\n"
-        "from test_kernels import SUPPORTED_VARIANTS, logits, open_engine\n"
-        "kernels.use('auto', variant=SUPPORTED_VARIANTS[0])\n"
-    )
-    return subprocess.Popen([sys.executable, "-c", start + program, *arguments], stdout=subprocess.PIPE, text=True)
-
-
 _REPEATED_LOADS = """
+import gc, pathlib, sys
+sys.path[:0] = sys.argv[2:]
+import psutil
+from specserve.engine.llama_model import LlamaModel
+from test_kernels import SUPPORTED_VARIANTS, kernels, logits, open_engine
+kernels.use('auto', variant=SUPPORTED_VARIANTS[0])
 def memory_after_load():
-    model, engine = open_engine(pathlib.Path(sys.argv[1]))
+    model = LlamaModel(pathlib.Path(sys.argv[1]))
+    engine = open_engine(model)
     logits(engine)
     engine.close()
     model.close()
@@ -300,16 +285,8 @@ print([memory_after_load() for _ in range(40)][-1] - warm)
 
 def test_repeated_loading_leaks_no_memory(tiny: Path) -> None:
     """Less than 6 KiB a load; in a process of its own, since the heap of one that ran other tests grows in steps."""
-    growth, _ = in_a_process(_REPEATED_LOADS, str(tiny)).communicate(timeout=120)
-    assert int(growth) < 2**18
-
-
-def test_another_process_gets_the_same_logits(tiny: Path, best: str) -> None:
-    assert best
-    _, engine = open_engine(tiny)
-    program = "print(logits(open_engine(pathlib.Path(sys.argv[1]))[1]).tobytes().hex())"
-    output, _ = in_a_process(program, str(tiny)).communicate(timeout=120)
-    assert output.strip() == logits(engine).tobytes().hex()
+    command = [sys.executable, "-c", _REPEATED_LOADS, str(tiny), *sys.path]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < 2**18
 
 
 # ---- sanitizers ----

@@ -18,7 +18,7 @@ from specserve.speculation import measure
 
 
 def test_the_vocabulary_is_read_in_a_thread_beside_the_first_passes_and_before_any_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     opened = Event()
@@ -42,13 +42,13 @@ def test_the_vocabulary_is_read_in_a_thread_beside_the_first_passes_and_before_a
     monkeypatch.setattr(loading, "LlamaEngine", open_engine)
     monkeypatch.setattr(GrammarCompiler, "prepare", prepare)
     monkeypatch.setattr(loading, "measured_costs", measured_costs)
-    pair = Pair(TinyFiles(tmp_path).config("llama"))
+    pair = Pair(files.config("llama"))
     assert order == ["vocabulary", "costs", "costs"]
     assert pair.models.drafters.model is not None
 
 
-def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(tmp_path: Path) -> None:
-    config = TinyFiles(tmp_path).config("llama")
+def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files: TinyFiles, tmp_path: Path) -> None:
+    config = files.config("llama")
     missing = ModelConfig(path=tmp_path / "missing.gguf")
     for draft in (config.draft, missing, None):
         with pytest.raises(ModelLoadError, match=r"missing\.gguf: the model file cannot be read"):

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from constraints import Alternating, Shared, Slow
 from costs import flat
 from fake_engine import NoEndToken
-from fake_pair import END_TOKEN, ENDLESS, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
+from fake_pair import END_TOKEN, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation.ngram import LookupProposer, PredictionProposer
 from specserve.speculation.proposers import GrammarProposer
@@ -38,36 +38,6 @@ def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
     for sequence, (prompt, _, most) in zip(sequences, jobs, strict=True):
         assert sequence.answer == plain_greedy(prompt, most)
         assert sequence.finish_reason == ("length" if sequence.generated == most else "stop")
-
-
-def test_penalised_and_biased_greedy_output_is_the_same_with_speculation() -> None:
-    bias = ((3, 2.0), (5, -100.0))
-    sampling = SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.3, logit_bias=bias)
-    pair = FakePair()
-    plain, *speculative = (pair.submit([1, 2, 3], gamma=n, sampling=sampling) for n in (0, 1, 4))
-    pair.run()
-    assert plain.answer != plain_greedy([1, 2, 3], 20)
-    assert 5 not in plain.answer
-    for sequence in speculative:
-        assert sequence.answer == plain.answer
-        assert sequence.stats.accepted > 0
-
-
-def test_coupled_seeded_output_is_the_same_alone_concurrent_and_with_a_prefix() -> None:
-    """The prompt is longer than a draft pass; it runs alone, beside another one, and again with a cached prefix."""
-    prompt = list(range(20))
-    alone = FakePair()
-    expected = alone.submit(prompt, sampling=SEEDED, verification="coupled")
-    alone.run()
-    for gamma in (0, 1, 3, 6):
-        pair = FakePair(blend=0.8, prefill_rows=5)
-        other = pair.submit([5, 6, 7], max_tokens=200, sampling=ENDLESS)
-        for cached in (0, 19):
-            sequence = pair.submit(prompt, gamma=gamma, sampling=SEEDED, verification="coupled")
-            pair.run(sequence)
-            assert sequence.answer == expected.answer
-            assert sequence.cached_tokens == cached
-        assert not other.done
 
 
 def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
@@ -119,7 +89,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def outputs(
-    verification: Verification,
     trials: int,
     *,
     grammar: Callable[[Shared], Alternating] | None = None,
@@ -144,7 +113,7 @@ def outputs(
         sequences = [
             pair.submit(
                 [1, 2],
-                verification=verification,
+                verification="coupled",
                 sampling=replace(SAMPLING, seed=seed + n),
                 max_tokens=max_tokens,
                 constraint=grammar(shared) if grammar else None,
@@ -159,9 +128,11 @@ def outputs(
 
 
 def test_coupled_output_has_the_targets_distribution() -> None:
-    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4. For other rules: test_exact_output.py."""
-    found, gammas = outputs("coupled", TRIALS)
-    assert min(gammas[0], gammas[1]) > TRIALS / 10, "the number of drafts does not vary"
+    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4; drafts change none (below).
+
+    For other rules: test_exact_output.py.
+    """
+    found, _ = outputs(TRIALS, gamma=0)
     counts, exact = Counter(found), exact_answers([1, 2], 3, SAMPLING, NoEndToken(6))
     likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
     observed = [counts[output] for output in likely]
@@ -172,7 +143,7 @@ def test_coupled_output_has_the_targets_distribution() -> None:
 
 def test_coupled_output_is_the_same_with_and_without_drafts() -> None:
     for case, options in CASES.items():
-        plain, _ = outputs("coupled", 99, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
-        drafted, gammas = outputs("coupled", 99, **options)
+        plain, _ = outputs(60, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
+        drafted, gammas = outputs(60, **options)
         assert drafted == plain, case
-        assert gammas[1] + gammas[2] > 50
+        assert gammas[1] + gammas[2] > 30

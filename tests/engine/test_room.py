@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -34,6 +35,7 @@ SEEDED_ENDLESS = SamplingParams(seed=3, logit_bias=((END_TOKEN, -math.inf),))
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer is promised four tokens at a time, so that short answers outgrow that; single tokens are evicted."""
     monkeypatch.setattr(admission, "_ANSWER", 4)
+    monkeypatch.setattr(admission, "_TURN_TOKENS", 3)
     monkeypatch.setattr(prefix_cache, "_LEAST_LOSS", 1)
 
 
@@ -59,6 +61,7 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, dict[str, Any]]]:
             "constraint": draw(st.sampled_from([None, Alternating(VOCABULARY)])),
             "keeps_sources": True,
             "request": draw(st.sampled_from(["", "a", "b"])),
+            "client": draw(st.sampled_from("ab")),
         }
         requests.append((draw(st.integers(0, 12)), fields))
     return requests
@@ -78,20 +81,28 @@ def answer_of(sequence: TextSequence) -> tuple[object, ...]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(arrivals(), st.integers(LONGEST, LONGEST + 30), st.sampled_from([2, 8]), st.booleans())
+@given(
+    arrivals(),
+    st.integers(LONGEST, LONGEST + 30),
+    st.sampled_from([2, 8]),
+    st.booleans(),
+    st.sampled_from([0.0, 20.0, 100.0]),
+)
 def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
-    requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, reuses_prefix: bool
+    requests: list[tuple[int, dict[str, Any]]], n_cells: int, prefill_rows: int, reuses_prefix: bool, aged: float
 ) -> None:
-    """Whoever arrives when: all are answered, so there is no deadlock, and no token is sampled or scored twice."""
-    alone = []
-    for _, fields in requests:
-        alone.append(answer_of(FakePair().answer(**fields)))
-    pair = small_pair(n_cells, prefill_rows=prefill_rows)
+    """Whoever arrives when: all are answered, so there is no deadlock, and no token is sampled or scored twice.
+
+    Every row of the target takes a second of the time after which a sequence has aged.
+    """
+    alone = [answer_of(FakePair().answer(**fields)) for _, fields in requests]
+    pair: FakePair = small_pair(n_cells, prefill_rows=prefill_rows, clock=lambda: float(len(pair.target.decoded)))
     sequences = []
-    for rounds, fields in requests:
-        pair.step(rounds)
-        sequences.append(pair.submit(**fields, reuses_prefix=reuses_prefix))
-    pair.run()
+    with mock.patch.object(admission, "_AGED_SECONDS", aged):
+        for rounds, fields in requests:
+            pair.step(rounds)
+            sequences.append(pair.submit(**fields, reuses_prefix=reuses_prefix))
+        pair.run()
     assert [answer_of(sequence) for sequence in sequences] == alone
 
 

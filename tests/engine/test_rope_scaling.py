@@ -12,10 +12,8 @@ import pytest
 from gguf import GGUFWriter, RopeScalingType
 
 import tiny_models as tiny
-from pairs import Pair, TinyFiles
+from pairs import Pair, TinyFiles, open_engine
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError
 
 ORIGINAL, FACTOR = 512, 4
@@ -65,19 +63,13 @@ def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def logits_at_length(path: Path) -> FloatArray:
     """The logits after many tokens of a cache that holds more than one such sequence."""
-    model = LlamaModel(path)
-    engine = LlamaEngine(
-        model, n_slots=2, context_length=LENGTH + 8, n_cells=2048, threads=1, max_rows=64, max_logits=8
-    )
-    try:
-        tokens = [int(token) for token in np.random.default_rng(0).integers(model.size, size=LENGTH)]
-        for start in range(0, LENGTH, 50):
-            rows = [Row(tokens[n], 0, n, wants_logits=n == LENGTH - 1) for n in range(start, start + 50)]
-            logits = engine.forward(rows)
-        return logits.copy()
-    finally:
-        engine.close()
-        model.close()
+    engine = open_engine(path, n_slots=2, context_length=LENGTH + 8, n_cells=2048)
+    tokens = [int(token) for token in np.random.default_rng(0).integers(engine.width, size=LENGTH)]
+    for start in range(0, LENGTH, 50):
+        rows = [Row(tokens[n], 0, n, wants_logits=n == LENGTH - 1) for n in range(start, start + 50)]
+        logits = engine.forward(rows).copy()
+    engine.close()
+    return logits
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])

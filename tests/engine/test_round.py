@@ -14,7 +14,6 @@ from fake_engine import FakeEngine
 from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain_greedy, prompt_reaching_end_token
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams
-from specserve.speculation import round as round_module
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import SequenceStep
 
@@ -22,9 +21,7 @@ PROMPT = [1, 2, 3]
 
 
 def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None:
-    pair = FakePair(blend=0.0)
-    stats = pair.submit(PROMPT, gamma=3, max_tokens=17).stats
-    pair.run()
+    stats = FakePair(blend=0.0).answer(PROMPT, gamma=3, max_tokens=17).stats
     assert stats.accepted == stats.drafted == 12
     assert stats.rounds == 4  # the prefill gives one token, then four rounds of four
     assert stats.mean_acceptance_length == 4
@@ -32,17 +29,13 @@ def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None
 
 def test_max_tokens_ends_the_answer_and_limits_the_drafts() -> None:
     for max_tokens in range(1, 12):
-        pair = FakePair(blend=0.0)
-        sequence = pair.submit(PROMPT, gamma=5, max_tokens=max_tokens)
-        pair.run()
+        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=5, max_tokens=max_tokens)
         assert (sequence.generated, sequence.finish_reason) == (max_tokens, "length")
         assert sequence.stats.drafted == sequence.stats.accepted
 
 
 def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
-    pair = FakePair(blend=0.0)
-    sequence = pair.submit(prompt_reaching_end_token(), gamma=12)
-    pair.run()
+    sequence = FakePair(blend=0.0).answer(prompt_reaching_end_token(), gamma=12)
     stats = sequence.stats
     assert (sequence.answer, sequence.finish_reason) == (plain_greedy(prompt_reaching_end_token(), 50), "stop")
     assert (stats.rounds, stats.accepted) == (1, sequence.generated - 1)
@@ -54,9 +47,7 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
     text = detokenize(plain_greedy(PROMPT, 20))
     for last in (3, 6, 9):
         stop = text[last - 1 : last + 1]
-        pair = FakePair(blend=0.0)
-        sequence = pair.submit(PROMPT, gamma=12, stops=[stop])
-        pair.run()
+        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=12, stops=[stop])
         stats = sequence.stats
         assert (sequence.take_text(), sequence.finish_reason) == (text[: text.index(stop)], "stop")
         assert (sequence.generated, stats.rounds, stats.accepted) == (last + 1, 1, last)
@@ -66,11 +57,9 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
 def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft() -> None:
     for reuses_prefix, reused in ((True, 9), (False, 0)):
         pair = FakePair(blend=0.0)
-        first = pair.submit(PROMPT, gamma=8, max_tokens=9)
-        pair.run()
+        first = pair.answer(PROMPT, gamma=8, max_tokens=9)
         prompt = first.tokens[:10]
-        second = pair.submit(prompt, max_tokens=12, reuses_prefix=reuses_prefix)
-        pair.run()
+        second = pair.answer(prompt, max_tokens=12, reuses_prefix=reuses_prefix)
         assert second.cached_tokens == reused
         assert second.answer == plain_greedy(prompt, 12)
 
@@ -84,27 +73,8 @@ def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers() -> No
         pair.step()
         assert failed.error
         assert failed.error.status == 500
-        after = pair.submit(PROMPT, max_tokens=10)
-        pair.run()
+        after = pair.answer(PROMPT, max_tokens=10)
         assert after.answer == plain_greedy(PROMPT, 10)
-
-
-def test_a_fault_in_one_requests_verification_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def verify(p: Any, step: SequenceStep) -> Any:
-        if step.sequence.generated and step.sequence.prompt == [9]:
-            raise RuntimeError("of ours")
-        return verify_truly(p, step)
-
-    verify_truly = round_module._verify
-    monkeypatch.setattr(round_module, "_verify", verify)
-    pair = FakePair()
-    faulty, other = pair.submit([9]), pair.submit(PROMPT)
-    pair.run()
-    assert faulty.error is not None
-    assert (faulty.error.status, other.answer) == (500, plain_greedy(PROMPT, 20))
-    assert "of ours" in caplog.text
 
 
 def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
@@ -176,9 +146,7 @@ def logprobs_after(context: list[int]) -> FloatArray:
 
 def test_output_logprobs_are_the_targets_with_and_without_drafts() -> None:
     for gamma, sampling in product((0, 4), (SamplingParams(temperature=0.7, top_k=3, seed=3), PENALISED)):
-        pair = FakePair()
-        sequence = pair.submit(PROMPT, gamma=gamma, sampling=sampling, top_logprobs=3)
-        pair.run()
+        sequence = FakePair().answer(PROMPT, gamma=gamma, sampling=sampling, top_logprobs=3)
         assert len(sequence.scores) == sequence.generated > 0
         for position, score in enumerate(sequence.scores, start=len(PROMPT)):
             expected = logprobs_after(sequence.tokens[:position])
@@ -195,8 +163,7 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
         first = pair.submit(prompt, max_tokens=5)
         pair.submit([7, 7], max_tokens=60)
         pair.run(first)
-        sequence = pair.submit(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
-        pair.run()
+        sequence = pair.answer(prompt, max_tokens=max_tokens, top_logprobs=2, scores_prompt=True)
         scores = sequence.prompt_scores
         assert [score.token for score in scores] == prompt[1:]
         for position, score in enumerate(scores, start=1):
@@ -205,18 +172,8 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
         assert len(sequence.scores) == sequence.generated
 
 
-def test_a_prompt_that_is_read_again_keeps_its_scores() -> None:
-    sequence = FakePair().submit(list(range(6)), scores_prompt=True, max_tokens=1)
-    logits = np.zeros((6, VOCABULARY), np.float32)
-    for cached, rows in ((0, 2), (2, 2), (0, 6)):
-        round_module._score_prompt(SequenceStep(sequence, cached, rows), logits[cached : cached + rows])
-    assert [score.token for score in sequence.prompt_scores] == [1, 2, 3, 4, 5]
-
-
 def test_an_answer_ends_where_its_grammar_does() -> None:
-    pair = FakePair()
-    sequence = pair.submit([1, 2], constraint=Alternating(VOCABULARY, length=6))
-    pair.run()
+    sequence = FakePair().answer([1, 2], constraint=Alternating(VOCABULARY, length=6))
     assert (sequence.generated, sequence.finish_reason) == (6, "stop")
 
 
@@ -230,6 +187,5 @@ def test_a_grammar_that_becomes_too_costly_ends_only_its_own_answer() -> None:
         assert failing.error
         assert failing.generated == 7
         assert other.answer == plain_greedy([3, 4], 30)
-        later = pair.submit([5, 6], max_tokens=30)
-        pair.run()
+        later = pair.answer([5, 6], max_tokens=30)
         assert later.stats.accepted > 0

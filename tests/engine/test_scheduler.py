@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -282,31 +281,6 @@ def test_records_count_each_draft_once_if_masks_are_missing() -> None:
     assert sum(step.is_decode_round for step in observer.rounds) == sum(counted.rounds for counted in stats)
 
 
-def test_deferred_masks_change_no_output() -> None:
-    def answers(gamma: int, masks: int) -> tuple[list[list[int]], int]:
-        shared = Shared(masks)
-        pair = FakePair(blend=0.6, limit_masks=shared.limit_masks)
-        sequences = [
-            pair.submit(
-                [1, 2, seed],
-                gamma=gamma,
-                sampling=SamplingParams(seed=seed),
-                verification="coupled",
-                constraint=Slow(VOCABULARY, shared),
-            )
-            for seed in range(3)
-        ]
-        pair.run()
-        return [sequence.answer for sequence in sequences], shared.deferred
-
-    expected, deferred = answers(0, 10**6)
-    assert deferred == 0
-    for gamma, masks in product((0, 3), (1, 2, 5, 10**6)):
-        delayed, deferred = answers(gamma, masks)
-        assert delayed == expected
-        assert deferred > 0 or masks > 1
-
-
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
 def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(drafter: DrafterName) -> None:
     """A round has time for four masks, which are all needed to draft; the drafts are right."""
@@ -336,33 +310,17 @@ def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
     assert stats.drafted > 0
 
 
-def masked(masks: int, *gammas: int) -> tuple[FakePair, list[TextSequence]]:
-    """A pair whose rounds have time for so many masks, and sequences with a grammar each."""
-    shared = Shared(masks)
-    pair = FakePair(limit_masks=shared.limit_masks)
-    options: dict[str, Any] = {"max_tokens": 200, "sampling": ENDLESS}
-    return pair, [
-        pair.submit([1, 2, n], gamma=gamma, constraint=Slow(VOCABULARY, shared), **options)
-        for n, gamma in enumerate(gammas)
-    ]
-
-
-def test_a_deferred_sequence_comes_first_in_the_next_round() -> None:
-    """A round has time for one mask; in the order of slots the first slot would always get it."""
-    pair, sequences = masked(1, 0, 0, 0)
-    pair.step(60)
-    assert [sequence.generated for sequence in sequences] == pytest.approx([20] * 3, abs=1)
-
-
-def test_masks_of_drafts_leave_time_for_those_that_other_sequences_need() -> None:
-    for gammas in ((6, 0, 0), (6, 6, 0)):
-        pair, sequences = masked(4, *gammas)
-        pair.step(40)
-        assert min(sequence.generated for sequence in sequences) > 30
-
-
-def test_a_sequence_without_a_grammar_is_never_deferred() -> None:
-    pair, _ = masked(1, 0, 0)
-    plain = pair.submit([3, 4], gamma=0)
-    pair.step(21)
-    assert plain.generated == 20
+def test_a_round_gives_each_sequence_its_mask_in_turn_and_drafts_what_is_left() -> None:
+    """In the order of slots the first one would always get the only mask; one without a grammar needs none."""
+    for masks, gammas, rounds, least in ((1, (0, 0), 40, 19), (4, (6, 0), 40, 31), (4, (6, 6), 40, 31)):
+        shared = Shared(masks)
+        pair = FakePair(limit_masks=shared.limit_masks)
+        options: dict[str, Any] = {"max_tokens": 300, "sampling": ENDLESS}
+        masked = [
+            pair.submit([1, 2, n], gamma=gamma, constraint=Slow(VOCABULARY, shared), **options)
+            for n, gamma in enumerate(gammas)
+        ]
+        plain = pair.submit([3, 4], gamma=0, **options)
+        pair.step(rounds)
+        assert min(sequence.generated for sequence in masked) >= least
+        assert plain.generated == rounds

@@ -165,24 +165,14 @@ def test_a_finished_text_is_stored_in_portions_after_the_rounds_of_others(saves:
     assert pair.scheduler.busy
 
 
-def test_of_a_long_text_a_round_that_needs_its_room_stores_a_part_and_an_idle_server_all(
-    saves: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefix_cache, "_BLOCKS_A_ROUND", 20)
-    for is_idle in (True, False):
-        pair, store = pair_with_store(n_cells=50 * BLOCK_TOKENS, prefill_rows=200)
-        pair.answer([n % 19 for n in range(48 * BLOCK_TOKENS)], max_tokens=1, mode="off")
-        before = store.stored_bytes
-        if is_idle:
-            pair.scheduler.store_prefixes()
-            assert before < store.stored_bytes <= before + 4 * BLOCK_BYTES
-            store_all(pair)
-            assert store.stored_bytes == 48 * BLOCK_BYTES
-        else:
-            pair.submit([7] * 500, max_tokens=1, mode="off")
-            assert 20 <= most_saves_in_a_round(pair, saves, 3) <= 22
-            pair.run()
-            assert store.stored_bytes >= 22 * BLOCK_BYTES
+def test_an_idle_server_stores_a_long_text_part_by_part() -> None:
+    pair, store = pair_with_store(n_cells=50 * BLOCK_TOKENS, prefill_rows=200)
+    pair.answer([n % 19 for n in range(48 * BLOCK_TOKENS)], max_tokens=1, mode="off")
+    before = store.stored_bytes
+    pair.scheduler.store_prefixes()
+    assert before < store.stored_bytes <= before + 4 * BLOCK_BYTES
+    store_all(pair)
+    assert store.stored_bytes == 48 * BLOCK_BYTES
 
 
 def test_a_round_that_takes_the_room_of_two_texts_stores_as_little(
@@ -209,16 +199,6 @@ def test_an_idle_server_without_a_store_has_nothing_to_do(saves: list[int]) -> N
     assert saves == []
     again = pair.answer([*first.tokens, 5], max_tokens=2)
     assert again.cached_tokens == len(first.tokens) - 1, "the text has stayed in its slot"
-
-
-def test_texts_that_make_room_for_others_are_stored() -> None:
-    pair, store = pair_with_store(n_cells=200)
-    pair.answer(CONVERSATION, max_tokens=2)
-    pair.answer([9] * 180, max_tokens=2)
-    assert store.stored_bytes >= 5 * BLOCK_BYTES
-    again = pair.answer(CONVERSATION, max_tokens=2)
-    assert again.cached_tokens == 5 * BLOCK_TOKENS
-    assert again.answer == plain_greedy(CONVERSATION, 2)
 
 
 def test_a_prefix_that_comes_back_makes_room_for_itself() -> None:
@@ -321,13 +301,11 @@ def test_keys_of_another_text_or_position_would_be_noticed(monkeypatch: pytest.M
 
     monkeypatch.setattr(PrefixStore, "saved", wrong)
     again = pair.submit(CONVERSATION)
-
-    def step() -> None:
+    try:
         pair.step()
-        assert again.error is None
-
-    with pytest.raises(AssertionError):
-        step()
+    except AssertionError:
+        return
+    assert again.error is not None
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(0, 30), n_cells=st.integers(450, 900))

@@ -12,11 +12,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from pairs import KERNELS, TinyFiles
+from pairs import KERNELS, open_engine
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
 from specserve.engine.placement import read_usage
 from specserve.engine.thread_pool import ThreadPool
 
@@ -35,15 +33,7 @@ class Engine:
         kernels.use(KERNELS)
         self.pool = ThreadPool()
         self.pool.run_on(CORES)
-        self.engine = LlamaEngine(
-            LlamaModel(path),
-            n_slots=1,
-            context_length=64,
-            threads=len(CORES),
-            max_rows=16,
-            max_logits=8,
-            pool=self.pool,
-        )
+        self.engine = open_engine(path, n_slots=1, threads=len(CORES), pool=self.pool)
 
     def run(self, work: Callable[[], Result]) -> Result:
         return self._thread.submit(work).result()
@@ -61,8 +51,8 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(TinyFiles(tmp_path_factory.mktemp("tiny")).path("qwen2", "target"))
+def engine(tiny: Path) -> Iterator[Engine]:
+    engine = Engine(tiny)
     yield engine
     engine.run(engine.engine.close)
 
@@ -111,22 +101,14 @@ def test_other_threads_of_the_process_keep_all_cores(engine: Engine) -> None:
     assert len(os.sched_getaffinity(0)) >= len(CORES)
 
 
-def test_main_thread_gets_its_cores_back_after_each_pass(tmp_path: Path) -> None:
+def test_main_thread_gets_its_cores_back_after_each_pass(tiny: Path) -> None:
     """A benchmark starts servers after it has run passes; they would run on one core."""
     assert threading.current_thread() is threading.main_thread()
     all_cores = os.sched_getaffinity(0)
     pool = ThreadPool()
     for cores in (CORES, CORES[:1]):
         pool.run_on(cores)
-        engine = LlamaEngine(
-            LlamaModel(TinyFiles(tmp_path).path("qwen2", "target")),
-            n_slots=1,
-            context_length=64,
-            threads=1,
-            max_rows=16,
-            max_logits=8,
-            pool=pool,
-        )
+        engine = open_engine(tiny, n_slots=1, pool=pool)
         engine.forward([Row(7, 0, 0, wants_logits=True)])
         engine.close()
         assert os.sched_getaffinity(0) == all_cores

@@ -56,9 +56,12 @@ def metrics() -> RecordingMetrics:
     return RecordingMetrics()
 
 
-def test_round_counts_its_drafts_by_drafter_and_position_once(metrics: RecordingMetrics) -> None:
+def test_a_round_counts_its_drafts_by_drafter_and_position_and_an_end_its_latencies_once(
+    metrics: RecordingMetrics,
+) -> None:
     metrics.round(a_round(["lookup", "model", "model"], 2))
     metrics.round(a_round([], 0))
+    metrics.end(an_end())
     values = metrics.emitted()
     assert values == pytest.approx(
         {
@@ -76,6 +79,12 @@ def test_round_counts_its_drafts_by_drafter_and_position_once(metrics: Recording
             ("other_seconds_total", "code"): 0.02,
             # Prometheus sees the first increase only of a counter that was there before.
             ("speculation_paused_total", "code"): 0,
+            ("texts_total", "code", "auto", "stop"): 1,
+            ("prompt_tokens_total", "code"): 40,
+            ("prefix_cached_tokens_total", "code"): 30,
+            ("wait_seconds", "code"): 0.5,
+            ("time_to_first_token_seconds", "code", "auto"): 1.5,
+            ("time_per_output_token_seconds", "code", "auto"): 0.1,
             ("live_sequences",): 2,
             ("draft_model_up",): 1,
         }
@@ -93,20 +102,6 @@ def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: Recording
     assert not [name for name, *_ in values if name in {"rounds_total", "gamma", "speculation_paused_total"}]
 
 
-def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> None:
-    metrics.end(an_end())
-    assert metrics.emitted() == {
-        ("texts_total", "code", "auto", "stop"): 1,
-        ("prompt_tokens_total", "code"): 40,
-        ("prefix_cached_tokens_total", "code"): 30,
-        ("wait_seconds", "code"): 0.5,
-        ("time_to_first_token_seconds", "code", "auto"): 1.5,
-        ("time_per_output_token_seconds", "code", "auto"): 0.1,
-        ("live_sequences",): 2,
-        ("draft_model_up",): 1,
-    }
-
-
 def test_a_pause_of_speculation_is_counted_once_and_for_adaptive_sequences_only(metrics: RecordingMetrics) -> None:
     model: list[DrafterName] = ["model"]
     rounds: list[list[DrafterName]] = [model, *[[]] * 20, *[model] * 3, *[[]] * 7]
@@ -120,14 +115,8 @@ def test_a_pause_of_speculation_is_counted_once_and_for_adaptive_sequences_only(
 
 
 def test_family_label_is_a_short_plain_word_of_a_bounded_number(metrics: RecordingMetrics) -> None:
-    for name, label in {
-        "code": "code",
-        "": "none",
-        "Code|x:1": "other",
-        "a" * 33: "other",
-        "naïve": "other",
-        "a\nb": "other",
-    }.items():
+    others = dict.fromkeys(["Code|x:1", "a" * 33, "naïve", "a\nb"], "other")
+    for name, label in {"code": "code", "": "none", **others}.items():
         assert metrics.family(family_label(name)) == label
     labels = {metrics.family(f"family-{number}") for number in range(1000)}
     assert len(labels) == 20

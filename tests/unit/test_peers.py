@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ def test_servers_answer_in_turns_and_those_that_fail_are_reported() -> None:
         streamed = stream(plain, "Hello", 4)
         with pytest.raises(SystemExit, match=r"fake broken.*500"):
             answer_in_turn([plain, broken], TASK)
+    with pytest.raises(EnvironmentFailure, match="no draft model"):
+        peer_engines.command(replace(JOB, draft=None), "fake draft 3")
     assert failures[0] == "missing plain did not run: cmake is not on PATH"
     assert "no such instruction" in failures[1]
     assert answers["fake plain"]["text"] == "Hello "
@@ -60,13 +63,6 @@ def test_servers_answer_in_turns_and_those_that_fail_are_reported() -> None:
     assert all(answer["tokens"] == streaming_server.TOKENS for answer in answers.values())
     assert all(0 < answer["prompt_seconds"] < 10 for answer in answers.values())
     assert (streamed.error, streamed.tokens, len(streamed.chunks)) == (None, streaming_server.TOKENS, 2)
-
-
-@pytest.mark.usefixtures("fake_engine")
-def test_a_draft_setting_needs_a_draft_model() -> None:
-    without = Job(JOB.target, None, threads=2, slots=1, context_length=64)
-    with pytest.raises(EnvironmentFailure, match="no draft model"):
-        peer_engines.command(without, "fake draft 3")
 
 
 def test_ratio_compares_answers_to_the_same_prompt() -> None:

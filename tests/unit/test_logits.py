@@ -80,7 +80,7 @@ def test_draft_tokens_count_as_generated_for_penalties() -> None:
 def test_tokens_that_a_request_forbids_have_probability_0() -> None:
     everything = list(range(VOCABULARY))
     assert possible([], allowed_tokens=(2, 5)) == [2, 5]
-    early = {"min_tokens": 2, "end_tokens": (0, 7)}
+    early: dict[str, Any] = {"min_tokens": 2, "end_tokens": (0, 7)}
     assert possible([3], **early) == [1, 2, 3, 4, 5, 6]
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
@@ -104,6 +104,6 @@ def test_an_answer_that_follows_a_grammar_may_end_before_min_tokens_where_nothin
         def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_]:
             return np.arange(VOCABULARY) == 7 if written else np.arange(VOCABULARY) > 3
 
-    early = {"min_tokens": 3, "end_tokens": (7,)}
+    early: dict[str, Any] = {"min_tokens": 3, "end_tokens": (7,)}
     assert possible([], OnlyTheEnd(VOCABULARY), **early) == [4, 5, 6]
     assert possible([4], OnlyTheEnd(VOCABULARY), **early) == [7]

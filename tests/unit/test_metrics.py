@@ -8,10 +8,10 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, DRAFT_MODEL, LIVE, Metric, Metrics, Served
-from specserve.observability.records import EndRecord, family_label
+from specserve.observability.records import family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import SequenceStep
-from steps import finished_step
+from steps import an_end, finished_step
 
 GAUGES: dict[Metric, float] = {LIVE: 2, DRAFT_MODEL: True}
 
@@ -22,10 +22,6 @@ def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
 
 def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> SequenceStep:
     return finished_step(info(group), drafts, accepted, [7] * (accepted + 1))
-
-
-def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
-    return EndRecord(request or info(), choice, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=tpot)
 
 
 class RecordingMetrics(Metrics):
@@ -126,7 +122,7 @@ def test_family_label_is_a_short_plain_word_of_a_bounded_number(metrics: Recordi
 def test_speedup_is_that_of_randomised_requests_over_the_control_group(metrics: RecordingMetrics) -> None:
     for number in range(40):
         metrics.end(an_end(info("holdback"), tpot=0.2 + number / 1000))
-        metrics.end(an_end(tpot=0.1 + number / 1000))
+        metrics.end(an_end(info(), tpot=0.1 + number / 1000))
         metrics.end(an_end(info("off", randomised=False), tpot=9.0))
         metrics.end(an_end(info(randomised=False), tpot=9.0))
         metrics.end(an_end(info("holdback"), choice=1, tpot=0.001))

@@ -190,14 +190,10 @@ def test_a_client_with_many_pools_loses_the_one_it_used_longest_ago_and_others_l
     assert 7 <= len(kept) <= 8
     for number in range(100):
         pools.add(("tiny", str(number)), [1], [2])
+    for none, pool in ((pools, None), (Pools(0), ("", "a"))):
+        none.add(pool, [1], [2, 3, 4])
+        assert none.of(pool) == []
     assert sum(bool(pools.of(("tiny", str(number)))) for number in range(100)) < 20, "a token counts as more"
-
-
-def test_nothing_is_kept_of_an_answer_without_pool_or_room() -> None:
-    for most, pool in ((1000, None), (0, ("", "a"))):
-        pools = Pools(most)
-        pools.add(pool, [1], [2, 3, 4])
-        assert pools.of(pool) == []
 
 
 # Predictions

@@ -80,15 +80,17 @@ def test_ratio_compares_answers_to_the_same_prompt() -> None:
 
 
 def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
-    rows = [
-        ("code", "llama-server plain", 1.0),
-        ("code", "llama-server draft 3", 1.4),
-        ("prose", "llama-server plain", 1.0),
-        ("prose", "llama-server draft 3", 0.8),
-        ("code", "specserve fixed 3", 2.5),
-        ("code", "specserve adaptive", 2.0),
-    ]
-    best = best_settings([{"family": family, "mode": mode, "ratio": ratio} for family, mode, ratio in rows])
+    ratios = {
+        "code": {
+            "llama-server plain": 1.0,
+            "llama-server draft 3": 1.4,
+            "specserve fixed 3": 2.5,
+            "specserve adaptive": 2,
+        },
+        "prose": {"llama-server plain": 1.0, "llama-server draft 3": 0.8},
+    }
+    rows = [{"family": family, "mode": mode, "ratio": n} for family in ratios for mode, n in ratios[family].items()]
+    best = best_settings(rows)
     assert [(row["family"], row["mode"], row["ratio"]) for row in best] == [
         ("code", "specserve", 2.0),
         ("code", "llama-server, its best setting", 1.4),

@@ -16,22 +16,18 @@ from specserve.cli import report
 from specserve.errors import ConfigError
 from specserve.observability import trace as tracing
 from specserve.observability.metrics import Served
-from specserve.observability.records import EndRecord, Recorder
+from specserve.observability.records import Recorder
 from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, RequestInfo
 from specserve.speculation.step import SequenceStep
-from steps import finished_step
+from steps import an_end, finished_step
 
 FILE = "qwen-1.0.jsonl"
 
 
 def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> SequenceStep:
-    info = RequestInfo("r1", family)
+    info = RequestInfo("r", family)
     return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
-
-
-def an_end() -> EndRecord:
-    return EndRecord(RequestInfo("r1", "code"), 0, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def lines(directory: Path) -> list[Any]:
@@ -44,7 +40,7 @@ def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) ->
     trace.end(an_end())
     first, second = lines(tmp_path)
     of_a_round = {"event": "round", "drafts": ["model", "lookup"], "accepted": 1, "tokens": 2}
-    asked = {"request": "r1", "choice": 0, "family": "code", "group": "auto"}
+    asked = {"request": "r", "choice": 0, "family": "code", "group": "auto"}
     assert (of_a_round | asked | {"seconds": [0.01, 0.05, 0.001]}).items() <= first.items()
     assert (asked | {"event": "end", "reason": "stop", "ttft": 1.5, "tpot": 0.1}).items() <= second.items()
     assert not {"client", "cache_salt", "text"} & {*first, *second}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from constraints import Alternating
-from costs import FixedCost, proportional, stairs
+from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
 from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model
@@ -150,6 +150,17 @@ def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
         found = controller().steps_to_draft(steps, prices)
         assert found == [steps[index] for index in asked]
         assert [index for index in (0, 1) if not steps[index].model_ended] == by_model
+
+
+def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> None:
+    """A row of the target takes .2 s and a pass of the draft model .1; the second has tokens enough, the first 6."""
+    own = Controller(FixedCost(table(lambda rows: 1.0 + 0.2 * rows)), flat(0.1))
+    sequences = [sequence(max_tokens=6), sequence(), sequence("off")]
+    for max_wait, expected in {math.inf: [5, 8, 0], 2.01: [4, 4, 0], 0.51: [1, 1, 0], 0.0: [0, 0, 0]}.items():
+        found = own.draft_limits(sequences, max_rows=17, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0)
+        assert found == expected
+        # They have outgrown what they were promised.
+        assert own.draft_limits(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
 
 
 # The value of time, and the budget of losses

@@ -40,6 +40,17 @@ def test_positions_are_those_of_the_text_wherever_a_slot_begins(start: int) -> N
     assert cache.check()
 
 
+def test_an_adopted_alternative_takes_the_place_of_what_follows() -> None:
+    engine, cache = filled(end=4)
+    drafts = [Row(token, 0, position, wants_logits=True) for position, token in ((4, 5), (5, 6))]
+    cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
+    assert cache.free_cells == 94
+    cache.adopt(0, 0)
+    assert engine.cache[0] == [*TEXT[:4], 9]
+    assert (cache.num_computed_tokens(0), cache.free_cells) == (5, 95)
+    assert cache.check()
+
+
 def test_a_slot_that_differs_from_the_engine_is_reported_and_emptied(caplog: pytest.LogCaptureFixture) -> None:
     engine, cache = filled()
     cache.copy(0, 1, 3)

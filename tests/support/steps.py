@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections import abc
 
+from specserve.observability.records import EndRecord
 from specserve.sequence import DrafterName, RequestInfo, SamplingParams, Sequence, SpeculationParams
 from specserve.speculation.step import Draft, SequenceStep, TimeShare
+
+INFO = RequestInfo("r", "code")
+
+
+def an_end(info: RequestInfo = INFO, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
+    return EndRecord(info, choice, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=tpot)
 
 
 def finished_step(

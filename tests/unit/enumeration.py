@@ -45,8 +45,8 @@ def verdicts(
 ) -> Iterator[tuple[Verdict, float]]:
     """Every verdict on these drafts with its probability over the numbers that are not `given`.
 
-    The cases of a number are distinguished by the verdict when every later number is the largest: then all later
-    drafts are rejected, so the verdict shows what this number decided.
+    The cases of a number, an interval each, are distinguished by the verdict when every later number is the largest:
+    then all later drafts are rejected, so the verdict shows what this number decided.
     """
 
     def run(numbers: Mapping[Key, float]) -> tuple[Verdict, list[Key]]:
@@ -59,16 +59,12 @@ def verdicts(
         if key is None:
             yield verdict, 1.0
             return
-        for low, high in _cases(lambda u: run({**numbers, key: u})):
+        boundaries = _boundaries(lambda u: run({**numbers, key: u}), 0.0, _LARGEST)
+        for low, high in itertools.pairwise([0.0, *boundaries, 1.0]):
             for final, probability in explore({**numbers, key: (low + high) / 2}):
                 yield final, probability * (high - low)
 
     yield from explore(given)
-
-
-def _cases(outcome: Callable[[float], object]) -> Iterator[tuple[float, float]]:
-    """The intervals of [0, 1) on which `outcome` is constant; the numbers with equal outcomes must be one interval."""
-    yield from itertools.pairwise([0.0, *_boundaries(outcome, 0.0, _LARGEST), 1.0])
 
 
 def _boundaries(outcome: Callable[[float], object], low: float, high: float) -> Iterator[float]:
@@ -94,27 +90,25 @@ def random_table(rng: np.random.Generator, vocabulary: int, depth: int) -> Table
 
 def joint_by_sampling(table: Table, vocabulary: int, length: int) -> Joint:
     """The joint distribution of outputs sampled token by token from `table`."""
-    return {output: _probability(table, output) for output in itertools.product(range(vocabulary), repeat=length)}
+    return {
+        output: float(np.prod([table[output[:i]][token] for i, token in enumerate(output)]))
+        for output in itertools.product(range(vocabulary), repeat=length)
+    }
 
 
 def joint_by_rounds(
-    rule: Rule, p: Table, q: Table, *, length: int, gamma: int, rounds: int = 99, stop: Stop = lambda _drafts: False
+    rule: Rule, p: Table, q: Table, *, length: int, gamma: int, stop: Stop = lambda _drafts: False
 ) -> Joint:
-    """The joint distribution of `length` tokens decoded in rounds with drafts from q; after them p is sampled directly.
+    """The joint distribution of `length` tokens decoded in rounds with drafts from q.
 
     `stop` decides from the drafts so far whether a round stops drafting: any such function is a stopping time.
     """
-    vocabulary = len(p[()])
 
     @cache
-    def joint_after(prefix: tuple[int, ...], rounds_left: int) -> Joint:
+    def joint_after(prefix: tuple[int, ...]) -> Joint:
         missing = length - len(prefix)
         if missing <= 0:
             return {(): 1.0}
-        if rounds_left == 0:
-            return {
-                rest: _probability(p, rest, prefix) for rest in itertools.product(range(vocabulary), repeat=missing)
-            }
         joint: Joint = defaultdict(float)
         for drafts, drafted in _draft_paths(q, prefix, gamma, stop):
             rows_p = [p[prefix + drafts[:i]] for i in range(len(drafts) + 1)]
@@ -123,11 +117,11 @@ def joint_by_rounds(
             given = {(Purpose.DRAFT, i): _middle(row, drafts[i]) for i, row in enumerate(rows_q)}
             for (n_accepted, token), probability in verdicts(rule, rows_p, rows_q, drafts, given):
                 committed = (*drafts[:n_accepted], token)[:missing]
-                for rest, rest_probability in joint_after(prefix + committed, rounds_left - 1).items():
+                for rest, rest_probability in joint_after(prefix + committed).items():
                     joint[committed + rest] += drafted * probability * rest_probability
         return joint
 
-    return joint_after((), rounds)
+    return joint_after(())
 
 
 def _draft_paths(
@@ -162,7 +156,3 @@ def distance(first: Joint, second: Joint) -> float:
 def _middle(row: FloatArray, token: int) -> float:
     """The middle of the interval of numbers that sample `token`."""
     return float(row[:token].sum() + row[token] / 2)
-
-
-def _probability(table: Table, output: tuple[int, ...], prefix: tuple[int, ...] = ()) -> float:
-    return float(np.prod([table[prefix + output[:i]][token] for i, token in enumerate(output)]))

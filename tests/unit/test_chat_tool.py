@@ -70,14 +70,9 @@ def test_text_is_coloured_by_source_without_control_characters(monkeypatch: pyte
 
 
 def test_every_request_holds_the_conversation_until_new_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "one\n/plain\n\n two\n/new\n/fast\nthree\n/quit\nfour\n"
-    _, requests = run_chat(monkeypatch, lines, chunk(["answer", "model"]), LAST_CHUNK)
-    assert requests == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["three"])]
-
-
-def test_a_question_may_begin_with_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, requests = run_chat(monkeypatch, "/etc/fstab has what?\n/help\n", chunk(["answer", "model"]), LAST_CHUNK)
-    assert requests == [("auto", ["/etc/fstab has what?"])]
+    lines = "one\n/plain\n\n two\n/new\n/fast\n/etc/fstab has what?\n/help\n/quit\nfour\n"
+    shown, requests = run_chat(monkeypatch, lines, chunk(["answer", "model"]), LAST_CHUNK)
+    assert requests == [("auto", ["one"]), ("off", ["one", "answer", "two"]), ("auto", ["/etc/fstab has what?"])]
     assert "/quit" in shown
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,13 +56,6 @@ def test_a_usage_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture
         assert printed.count("\n") == 1
 
 
-def raising(error: BaseException) -> Callable[[object], int]:
-    def run(_: object) -> int:
-        raise error
-
-    return run
-
-
 def test_what_a_verb_raises_is_one_line_and_an_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +66,7 @@ def test_what_a_verb_raises_is_one_line_and_an_exit_code(
         (ModuleNotFoundError(name="rich"), 1, f"{sys.executable} does not have the package rich; the commands"),
         (KeyboardInterrupt(), 130, "interrupted."),
     ):
-        monkeypatch.setattr(models, "run_prepare", raising(error))
+        monkeypatch.setattr(models, "run_prepare", Mock(side_effect=error))
         assert specserve.main(["prepare", "FILE"]) == code
         assert capsys.readouterr().err.startswith(f"specserve: {line}")
 

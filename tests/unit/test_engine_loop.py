@@ -15,9 +15,9 @@ from specserve.core.engine_loop import EngineLoop, engine_thread
 class FakeScheduler:
     """A scheduler with `left` rounds and, while none is left, `unstored` parts of prefixes."""
 
-    def __init__(self, left: int, *, prefilling: bool = False, unstored: int = 0, waits: bool = False) -> None:
+    def __init__(self, left: int, *, unstored: int = 0, waits: bool = False) -> None:
         self.left = left
-        self.awaiting_first_token = int(prefilling)
+        self.awaiting_first_token = 0
         self.unstored, self.stored = unstored, 0
         self.may_finish, self.started, self.stored_five = threading.Event(), threading.Event(), threading.Event()
         if not waits:
@@ -81,7 +81,9 @@ def test_a_started_slice_runs_before_join_and_may_be_interrupted_after_its_round
 
 
 def test_no_slice_starts_without_sequences_nor_beside_a_prefill_for_which_a_new_request_would_wait() -> None:
-    for scheduler in (FakeScheduler(0), FakeScheduler(5, prefilling=True)):
+    prefilling = FakeScheduler(5)
+    prefilling.awaiting_first_token = 1
+    for scheduler in (FakeScheduler(0), prefilling):
         loop = loop_of(scheduler)
         loop.start()
         assert not loop.join()
@@ -100,7 +102,7 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     assert threading.get_ident() not in scheduler.threads
 
 
-def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(
+def test_an_exception_in_a_round_fails_its_sequences_and_one_while_storing_none(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = FakeScheduler(3)
@@ -108,6 +110,16 @@ def test_exception_in_a_round_fails_its_sequences_and_not_the_thread(
     loop_of(scheduler).run()
     assert [str(fault) for fault in scheduler.faults] == ["division by zero"]
     assert "a round failed" in caplog.text
+    caplog.clear()
+    scheduler = FakeScheduler(0)
+    loop = loop_of(scheduler)
+    monkeypatch.setattr(scheduler, "check_caches", lambda: 1 / 0)
+    loop.start()
+    loop.join()
+    assert "ZeroDivisionError" in caplog.text
+    scheduler.left = 1
+    loop.run()
+    assert scheduler.left == 0
 
 
 def test_prefixes_are_stored_once_no_sequence_is_left_until_the_next_call_or_until_all_are() -> None:
@@ -125,17 +137,3 @@ def test_prefixes_are_stored_once_no_sequence_is_left_until_the_next_call_or_unt
         assert (scheduler.left, scheduler.stored) == (0, stored)
         assert len(scheduler.threads) == 1
         assert stored == 5 or 5 < stored < unstored
-
-
-def test_a_failure_to_store_is_logged_and_the_next_sequence_runs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = FakeScheduler(0)
-    monkeypatch.setattr(scheduler, "store_prefixes", lambda: 1 / 0)
-    loop = loop_of(scheduler)
-    loop.start()
-    loop.join()
-    assert "ZeroDivisionError" in caplog.text
-    scheduler.left = 1
-    loop.run()
-    assert scheduler.left == 0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from constraints import Alternating
 from specserve.errors import ConstraintError
-from specserve.sampling.distribution import FloatArray, to_distribution
+from specserve.sampling.distribution import FloatArray
 from specserve.sampling.logits import penalise, process_logits
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 
@@ -60,26 +60,27 @@ def test_penalise_equals_its_definition(
     assert row.tolist() == logits
 
 
+LOGITS = np.arange(VOCABULARY, dtype=np.float32)
+
+
+def possible(output: list[int], constraint: Alternating | None = None, **sampling: Any) -> list[int]:
+    """The tokens that may follow an output, of which all but the first token are drafts."""
+    sequence = Sequence([1], SamplingParams(**sampling), SpeculationParams(), max_tokens=9, constraint=constraint)
+    sequence.tokens += output[:1]
+    return np.flatnonzero(np.isfinite(process_logits(LOGITS, sequence, output[1:]))).tolist()
+
+
 def test_draft_tokens_count_as_generated_for_penalties() -> None:
-    sampling = SamplingParams(temperature=0, frequency_penalty=2.0)
-    sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9)
+    sequence = Sequence([1], SamplingParams(frequency_penalty=2.0), SpeculationParams(), max_tokens=9)
     sequence.tokens += [2, 3]
     row = np.array([0.0, 0, 3, 2.5])
-    assert to_distribution(process_logits(row, sequence, []), sampling).tolist() == [0, 0, 1, 0]
-    assert to_distribution(process_logits(row, sequence, [2]), sampling).tolist() == [0, 0, 0, 1]
+    assert [process_logits(row, sequence, drafts).argmax() for drafts in ([], [2])] == [2, 3]
 
 
 def test_tokens_that_a_request_forbids_have_probability_0() -> None:
-    logits = np.arange(VOCABULARY, dtype=np.float32)
-
-    def possible(output: list[int], **forbidden: Any) -> list[int]:
-        sequence = Sequence([1], SamplingParams(**forbidden), SpeculationParams(), max_tokens=9)
-        sequence.tokens += output[:1]
-        return np.flatnonzero(np.isfinite(process_logits(logits, sequence, output[1:]))).tolist()
-
     everything = list(range(VOCABULARY))
     assert possible([], allowed_tokens=(2, 5)) == [2, 5]
-    early = {"min_tokens": 2, "end_tokens": (0, 7)}
+    early: dict[str, Any] = {"min_tokens": 2, "end_tokens": (0, 7)}
     assert possible([3], **early) == [1, 2, 3, 4, 5, 6]
     assert possible([3, 4], **early) == everything
     # Only the end is left, so it may come.
@@ -89,25 +90,20 @@ def test_tokens_that_a_request_forbids_have_probability_0() -> None:
 
 
 def test_a_grammar_and_biases_that_leave_no_token_say_so() -> None:
-    odd = tuple((token, -np.inf) for token in (1, 3, 5, 7))
-    grammar = Alternating(VOCABULARY)
-    sequence = Sequence([1], SamplingParams(logit_bias=odd), SpeculationParams(), max_tokens=9, constraint=grammar)
-    logits = np.arange(VOCABULARY, dtype=np.float32)
-    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [0, 2, 4, 6]
+    no_odd, grammar = tuple((token, -np.inf) for token in (1, 3, 5, 7)), Alternating(VOCABULARY)
+    assert possible([], grammar, logit_bias=no_odd) == [0, 2, 4, 6]
     with pytest.raises(ConstraintError, match="no token"):
-        process_logits(logits, sequence, [2])
+        possible([2], grammar, logit_bias=no_odd)
     # Logits that are no numbers are the model's failure.
+    sequence = Sequence([1], SamplingParams(), SpeculationParams(), max_tokens=9, constraint=grammar)
     assert np.isnan(process_logits(np.full(VOCABULARY, np.nan), sequence, [2])).any()
 
 
 def test_an_answer_that_follows_a_grammar_may_end_before_min_tokens_where_nothing_else_can_follow() -> None:
-    logits = np.arange(VOCABULARY, dtype=np.float32)
-
     class OnlyTheEnd(Alternating):
         def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_]:
             return np.arange(VOCABULARY) == 7 if written else np.arange(VOCABULARY) > 3
 
-    sampling = SamplingParams(min_tokens=3, end_tokens=(7,))
-    sequence = Sequence([1], sampling, SpeculationParams(), max_tokens=9, constraint=OnlyTheEnd(VOCABULARY))
-    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, []))).tolist() == [4, 5, 6]
-    assert np.flatnonzero(np.isfinite(process_logits(logits, sequence, [4]))).tolist() == [7]
+    early: dict[str, Any] = {"min_tokens": 3, "end_tokens": (7,)}
+    assert possible([], OnlyTheEnd(VOCABULARY), **early) == [4, 5, 6]
+    assert possible([4], OnlyTheEnd(VOCABULARY), **early) == [7]

@@ -48,31 +48,25 @@ def test_one_thread_runs_on_each_physical_core_and_more_on_further_hardware_thre
     for granted, threads in ((0.5, 1), (1.5, 2), (3.0, 3), (16.0, 4)):
         eight_cores(granted)
         assert usable_cores() == Usable((0, 1, 2, 3), threads)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {2, 5, 6})
-    assert usable_cores() == Usable((2, 5), 2)
-
-
-@pytest.mark.usefixtures("eight_cores")
-def test_operators_choice_counts_and_has_one_thread_a_core() -> None:
+    # The operator's choice has one thread a core.
     assert usable_cores([1, 5]) == Usable((1, 5), 2)
     assert usable_cores([1, 2, 3], 2) == Usable((1, 2, 3), 2)
     with pytest.raises(ConfigError, match="may not use core 9; it may use 0, 1, 2, 3, 4, 5, 6, 7"):
         usable_cores([0, 9])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {2, 5, 6})
+    assert usable_cores() == Usable((2, 5), 2)
 
 
-def test_list_of_cores_is_read_as_linux_writes_it() -> None:
+def test_cores_are_configured_as_linux_writes_them_as_a_list_or_a_number() -> None:
     lists = {"0": (0,), "0-3,8": (0, 1, 2, 3, 8), "4,2": (2, 4), " 1 , 2-3 ": (1, 2, 3)}
     assert {text: parse_cores(text) for text in lists} == lists
     for text in ("", "a", "1-", "-1", "3-1"):
         with pytest.raises(ValueError, match=r".*"):
             parse_cores(text)
 
+    def handler(written: object) -> HandlerConfig:
+        return parse_handler({"model_id": "m", "target": {"path": "t"}, "cores": written}, "my.yaml")
 
-def handler(written: object) -> HandlerConfig:
-    return parse_handler({"model_id": "m", "target": {"path": "t"}, "cores": written}, "my.yaml")
-
-
-def test_cores_are_configured_as_text_a_list_or_a_number() -> None:
     assert [handler(written).cores for written in ("0-1", [0, 1], 1)] == [(0, 1), (0, 1), (1,)]
     for wrong in ("two", [], [-1], 1.5, True):
         with pytest.raises(ConfigError, match=r"my\.yaml: `handler\.cores"):

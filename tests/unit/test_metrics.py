@@ -8,10 +8,10 @@ import pytest
 
 from specserve.observability.control_group import Holdback
 from specserve.observability.metrics import ALL, DRAFT_MODEL, LIVE, Metric, Metrics, Served
-from specserve.observability.records import EndRecord, family_label
+from specserve.observability.records import family_label
 from specserve.sequence import DrafterName, Group, RequestInfo
 from specserve.speculation.step import SequenceStep
-from steps import finished_step
+from steps import an_end, finished_step
 
 GAUGES: dict[Metric, float] = {LIVE: 2, DRAFT_MODEL: True}
 
@@ -22,10 +22,6 @@ def info(group: Group = "auto", *, randomised: bool = True) -> RequestInfo:
 
 def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> SequenceStep:
     return finished_step(info(group), drafts, accepted, [7] * (accepted + 1))
-
-
-def an_end(request: RequestInfo | None = None, tpot: float | None = 0.1, choice: int = 0) -> EndRecord:
-    return EndRecord(request or info(), choice, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=tpot)
 
 
 class RecordingMetrics(Metrics):
@@ -56,9 +52,12 @@ def metrics() -> RecordingMetrics:
     return RecordingMetrics()
 
 
-def test_round_counts_its_drafts_by_drafter_and_position_once(metrics: RecordingMetrics) -> None:
+def test_a_round_counts_its_drafts_by_drafter_and_position_and_an_end_its_latencies_once(
+    metrics: RecordingMetrics,
+) -> None:
     metrics.round(a_round(["lookup", "model", "model"], 2))
     metrics.round(a_round([], 0))
+    metrics.end(an_end())
     values = metrics.emitted()
     assert values == pytest.approx(
         {
@@ -76,6 +75,12 @@ def test_round_counts_its_drafts_by_drafter_and_position_once(metrics: Recording
             ("other_seconds_total", "code"): 0.02,
             # Prometheus sees the first increase only of a counter that was there before.
             ("speculation_paused_total", "code"): 0,
+            ("texts_total", "code", "auto", "stop"): 1,
+            ("prompt_tokens_total", "code"): 40,
+            ("prefix_cached_tokens_total", "code"): 30,
+            ("wait_seconds", "code"): 0.5,
+            ("time_to_first_token_seconds", "code", "auto"): 1.5,
+            ("time_per_output_token_seconds", "code", "auto"): 0.1,
             ("live_sequences",): 2,
             ("draft_model_up",): 1,
         }
@@ -93,20 +98,6 @@ def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: Recording
     assert not [name for name, *_ in values if name in {"rounds_total", "gamma", "speculation_paused_total"}]
 
 
-def test_end_of_a_sequence_counts_its_latencies(metrics: RecordingMetrics) -> None:
-    metrics.end(an_end())
-    assert metrics.emitted() == {
-        ("texts_total", "code", "auto", "stop"): 1,
-        ("prompt_tokens_total", "code"): 40,
-        ("prefix_cached_tokens_total", "code"): 30,
-        ("wait_seconds", "code"): 0.5,
-        ("time_to_first_token_seconds", "code", "auto"): 1.5,
-        ("time_per_output_token_seconds", "code", "auto"): 0.1,
-        ("live_sequences",): 2,
-        ("draft_model_up",): 1,
-    }
-
-
 def test_a_pause_of_speculation_is_counted_once_and_for_adaptive_sequences_only(metrics: RecordingMetrics) -> None:
     model: list[DrafterName] = ["model"]
     rounds: list[list[DrafterName]] = [model, *[[]] * 20, *[model] * 3, *[[]] * 7]
@@ -120,14 +111,8 @@ def test_a_pause_of_speculation_is_counted_once_and_for_adaptive_sequences_only(
 
 
 def test_family_label_is_a_short_plain_word_of_a_bounded_number(metrics: RecordingMetrics) -> None:
-    for name, label in {
-        "code": "code",
-        "": "none",
-        "Code|x:1": "other",
-        "a" * 33: "other",
-        "naïve": "other",
-        "a\nb": "other",
-    }.items():
+    others = dict.fromkeys(["Code|x:1", "a" * 33, "naïve", "a\nb"], "other")
+    for name, label in {"code": "code", "": "none", **others}.items():
         assert metrics.family(family_label(name)) == label
     labels = {metrics.family(f"family-{number}") for number in range(1000)}
     assert len(labels) == 20
@@ -137,7 +122,7 @@ def test_family_label_is_a_short_plain_word_of_a_bounded_number(metrics: Recordi
 def test_speedup_is_that_of_randomised_requests_over_the_control_group(metrics: RecordingMetrics) -> None:
     for number in range(40):
         metrics.end(an_end(info("holdback"), tpot=0.2 + number / 1000))
-        metrics.end(an_end(tpot=0.1 + number / 1000))
+        metrics.end(an_end(info(), tpot=0.1 + number / 1000))
         metrics.end(an_end(info("off", randomised=False), tpot=9.0))
         metrics.end(an_end(info(randomised=False), tpot=9.0))
         metrics.end(an_end(info("holdback"), choice=1, tpot=0.001))

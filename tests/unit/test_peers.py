@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ def test_servers_answer_in_turns_and_those_that_fail_are_reported() -> None:
         streamed = stream(plain, "Hello", 4)
         with pytest.raises(SystemExit, match=r"fake broken.*500"):
             answer_in_turn([plain, broken], TASK)
+    with pytest.raises(EnvironmentFailure, match="no draft model"):
+        peer_engines.command(replace(JOB, draft=None), "fake draft 3")
     assert failures[0] == "missing plain did not run: cmake is not on PATH"
     assert "no such instruction" in failures[1]
     assert answers["fake plain"]["text"] == "Hello "
@@ -60,13 +63,6 @@ def test_servers_answer_in_turns_and_those_that_fail_are_reported() -> None:
     assert all(answer["tokens"] == streaming_server.TOKENS for answer in answers.values())
     assert all(0 < answer["prompt_seconds"] < 10 for answer in answers.values())
     assert (streamed.error, streamed.tokens, len(streamed.chunks)) == (None, streaming_server.TOKENS, 2)
-
-
-@pytest.mark.usefixtures("fake_engine")
-def test_a_draft_setting_needs_a_draft_model() -> None:
-    without = Job(JOB.target, None, threads=2, slots=1, context_length=64)
-    with pytest.raises(EnvironmentFailure, match="no draft model"):
-        peer_engines.command(without, "fake draft 3")
 
 
 def test_ratio_compares_answers_to_the_same_prompt() -> None:
@@ -84,15 +80,17 @@ def test_ratio_compares_answers_to_the_same_prompt() -> None:
 
 
 def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
-    rows = [
-        ("code", "llama-server plain", 1.0),
-        ("code", "llama-server draft 3", 1.4),
-        ("prose", "llama-server plain", 1.0),
-        ("prose", "llama-server draft 3", 0.8),
-        ("code", "specserve fixed 3", 2.5),
-        ("code", "specserve adaptive", 2.0),
-    ]
-    best = best_settings([{"family": family, "mode": mode, "ratio": ratio} for family, mode, ratio in rows])
+    ratios = {
+        "code": {
+            "llama-server plain": 1.0,
+            "llama-server draft 3": 1.4,
+            "specserve fixed 3": 2.5,
+            "specserve adaptive": 2,
+        },
+        "prose": {"llama-server plain": 1.0, "llama-server draft 3": 0.8},
+    }
+    rows = [{"family": family, "mode": mode, "ratio": n} for family in ratios for mode, n in ratios[family].items()]
+    best = best_settings(rows)
     assert [(row["family"], row["mode"], row["ratio"]) for row in best] == [
         ("code", "specserve", 2.0),
         ("code", "llama-server, its best setting", 1.4),

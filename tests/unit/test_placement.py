@@ -33,20 +33,14 @@ def test_fastest_cores_are_those_of_brute_force(available: list[float], threads:
     assert promised == pytest.approx(max(speed([available[core] for core in choice]) for choice in every))
     assert promised == pytest.approx(speed([available[core] for core in cores]))
     assert cores == tuple(sorted(cores))
-
-
-def test_of_equal_cores_the_first_are_taken() -> None:
-    """They are ordered: one hardware thread of each physical core comes first."""
+    # One hardware thread of each physical core comes first.
     assert fastest(dict.fromkeys([0, 2, 1, 3], 1.0), 2)[0] == (0, 2)
 
 
 def test_passes_stay_on_all_cores_of_a_quiet_machine_and_of_one_that_tells_nothing() -> None:
     """Also beside short interruptions, as by TorchServe's front end: a tenth of a core beside sixteen streams."""
-    for machine, taken in (
-        (FakeMachine(4), (0.0,) * 4),
-        (FakeMachine(2), (0.1, 0.15)),
-        (FakeMachine(64), (0.05,) * 64),
-    ):
+    for taken in ((0.0,) * 4, (0.1, 0.15), (0.05,) * 64):
+        machine = FakeMachine(len(taken))
         placement = placement_on(machine)
         machine.taken = dict(enumerate(taken))
         for _ in range(20):
@@ -70,25 +64,19 @@ def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_with
         machine.taken[taken] = 1.0
         for _ in range(4):
             machine.run(placement, 0.25)
-        assert placement.cores == tuple(core for core in range(cores) if core != taken)
+        others = tuple(core for core in range(cores) if core != taken)
+        assert placement.cores == others
         machine.taken[taken] = 0.0
         for _ in range(8):
             machine.run(placement, 0.25)
         assert placement.cores == tuple(range(cores))
-
-
-def test_a_core_that_a_cgroup_takes_away_is_left_at_the_next_look_and_taken_when_it_comes_back() -> None:
-    for taken in (0, 1):
-        machine = FakeMachine(2)
-        placement = placement_on(machine)
+        machine.allowed = {*others}
         machine.run(placement, 0.25)
-        machine.allowed = {1 - taken}
-        machine.run(placement, 0.25)
-        seen = [placement.cores]
-        machine.allowed = {0, 1}
+        assert placement.cores == others, "a cgroup has taken it away"
+        machine.allowed = {*range(cores)}
         for _ in range(2):
             machine.run(placement, 0.25)
-        assert [*seen, placement.cores] == [(1 - taken,), (0, 1)]
+        assert placement.cores == tuple(range(cores))
 
 
 def test_a_single_thread_moves_to_the_free_core_and_stays_where_all_are_taken() -> None:
@@ -111,10 +99,8 @@ def test_a_single_thread_moves_to_the_free_core_and_stays_where_all_are_taken() 
         assert len(chosen) <= 2
 
 
-class Others:
-    """A process of its own that is a busy worker until it is killed."""
-
-    PROGRAM = """
+# A process of its own that is a busy worker until it is killed.
+BUSY_WORKER = """
 import sys, time
 from pathlib import Path
 from specserve.engine.placement import Workers
@@ -125,31 +111,24 @@ while True:
     time.sleep(0.01)
 """
 
-    def __init__(self, directory: Path) -> None:
-        command = [sys.executable, "-c", self.PROGRAM, str(directory)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout
-        assert self._process.stdout.readline() == "computes\n"
-
-    def end(self) -> None:
-        """Kill it, as a worker that crashes."""
-        self._process.kill()
-        self._process.communicate()
-
 
 def test_busy_workers_of_one_user_never_share_a_core(tmp_path: Path) -> None:
     cores = (0, 1, 2, 3)
     workers = [Workers(cores, tmp_path) for _ in range(3)]
     assert workers[0].part(cores) == cores
-    other = Others(tmp_path)
-    for worker in workers:
-        worker.part(cores)
-    parts = [worker.part(cores) for worker in workers]
+    command = [sys.executable, "-c", BUSY_WORKER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "computes\n"
+        for worker in workers:
+            worker.part(cores)
+        parts = [worker.part(cores) for worker in workers]
+        # As a worker that crashes.
+        other.kill()
     assert len(set(parts)) == 3
     assert all(len(part) == 1 for part in parts)
     # More workers than cores get one each.
     assert all(len(worker.part((2, 3))) == 1 for worker in workers)
-    other.end()
     sleep(placement_module._BUSY_SECONDS + 0.2)
     assert workers[1].part(cores) == cores
 
@@ -164,6 +143,10 @@ def test_workers_go_on_alone_where_their_directory_was_deleted_and_forget_those_
     assert len(list(directory.iterdir())) == 1
     shutil.rmtree(directory)
     assert second.part((0, 1)) == (0, 1)
+    most = tuple(range(512))
+    for cores in (most, (*most[:-1], 600), most):
+        Workers(cores, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "one for each set of cores, however long its list"
 
 
 @pytest.mark.parametrize("problem", ["open to others", "a link", "another user's"])
@@ -189,13 +172,6 @@ def test_a_shared_directory_that_others_may_have_touched_is_done_without(
     placement.choose_cores()
     assert placement.cores == (0, 1)
     assert [record.getMessage().count("other workers cannot be seen") for record in caplog.records] == [1]
-
-
-def test_workers_on_other_cores_share_no_directory_however_long_their_lists_are(tmp_path: Path) -> None:
-    most = tuple(range(512))
-    for cores in (most, (*most[:-1], 600), most):
-        Workers(cores, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_usage_of_this_machine_has_its_bound_threads_and_its_cores() -> None:

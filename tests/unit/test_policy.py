@@ -14,7 +14,7 @@ from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
-from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model, rows_worth_adding
+from specserve.speculation.policy import Balance, Candidate, Controller, Prices, choose_for_model
 from specserve.speculation.step import Draft, SequenceStep
 
 MAX_DRAFTS = 9
@@ -73,17 +73,13 @@ def test_the_best_choice_of_sequences_is_found(
     assert bool(chosen) == (best > 0) or abs(best) < 1e-9
 
 
-def test_a_full_sequence_is_skipped_and_costs_nothing() -> None:
-    full, other = Candidate(1.0, 0.99, 0, 9.0), Candidate(0.9, 0.9, 4)
-    prices = Prices(lambda rows: 1.0 + 0.01 * rows, lambda rows: 0.1 * rows, rows=5)
-    assert choose_for_model([full, other], prices) == ([1], choose_for_model([other], prices)[1])
-
-
 def test_a_draft_prefill_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
     prices = Prices(lambda rows: 2 + 0.06 * rows, lambda rows: 0.26 + 0.016 * rows if rows else 0.0, rows=2)
     short_answer, long_answer = Candidate(1.0, 0.65, MAX_DRAFTS, 2.7), Candidate(1.0, 0.64, MAX_DRAFTS, 0.1)
     assert choose_for_model([short_answer, long_answer], prices)[0] == [1]
     assert choose_for_model([short_answer], prices)[0] == []
+    full = Candidate(1.0, 0.99, 0)
+    assert choose_for_model([full, long_answer], prices)[0] == [1]
 
 
 def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() -> None:
@@ -95,13 +91,6 @@ def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() ->
     assert choose_for_model([certain], prices) == ([0], 0.0)
     full_beside_certain = Prices(lambda rows: 9.0 * (rows > 3), lambda _rows: 0.0, rows=2)
     assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
-
-
-def test_rows_are_worth_adding_only_if_some_number_of_them_is() -> None:
-    """After 1 row 2 to 4 cost .7 more; three likely drafts bring 2.85 tokens, one brings less than .7."""
-    for value, length in ((4.0, 3), (4.1, 0)):
-        assert rows_worth_adding([0.95] * 3, Prices(lambda rows, v=value: v * STAIRS[rows], float))[0] == length  # type: ignore[misc] # the default binds
-    assert rows_worth_adding([0.65], prices_of(STAIRS, STAIRS)) == (0, 0.0)
 
 
 # Proposals
@@ -132,13 +121,12 @@ def test_an_unlikely_offer_yields_to_the_draft_model_and_a_likely_one_does_not()
     assert proposal_length([0.9, 0.2, 0.01, 0.01], prices) == 3, "rows that cost nothing are filled"
     assert proposal_length([0.3] * 3, prices, by_model) == 0
     assert proposal_length([0.99] * 3, prices, by_model) == 3
-
-
-def test_unlikely_tokens_at_the_end_of_an_offer_do_not_keep_a_likely_one_from_being_drafted() -> None:
-    """The target costs .92 tokens and .08 a row, the draft model .3."""
+    # After 1 row 2 to 4 cost .7 more; three likely drafts bring 2.71 tokens, one brings less than .7.
+    lengths = [proposal_length([0.95] * 3, prices_of([value * n for n in STAIRS], STAIRS)) for value in (3.8, 3.9)]
+    assert lengths == [3, 0]
+    # The target costs .92 tokens and .08 a row, the draft model .3.
     prices = Prices(lambda rows: 0.92 + 0.08 * rows, lambda rows: 0.3 * (rows > 0))
-    for unlikely in (0, 1, 5, 14):
-        assert proposal_length([0.9, *[0.05] * unlikely], prices, Candidate(1.0, 0.8, MAX_DRAFTS)) == 1
+    assert proposal_length([0.9, *[0.05] * 14], prices, Candidate(1.0, 0.8, MAX_DRAFTS)) == 1
 
 
 def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_get_right() -> None:
@@ -252,50 +240,24 @@ def test_answers_that_follow_a_grammar_have_lengths_of_their_own() -> None:
     class BesideCalls(Alternating):
         allows_text = True
 
-    constraints = {None: None, "text beside calls": BesideCalls(200), "grammar": Alternating(200)}
-    for learned, learned_constraint in constraints.items():
+    def answer(kind: int, generated: int) -> Sequence:
+        made = sequence(generated=generated)
+        made.constraint = (None, BesideCalls(200), Alternating(200))[kind]
+        return made
+
+    for learned in range(3):
         own = controller()
         for _ in range(200):
-            short = sequence(generated=3, max_tokens=100)
-            short.constraint = learned_constraint
-            own.forget(short)
-        following = []
-        for constraint in constraints.values():
-            one = sequence(generated=2)
-            one.constraint = constraint
-            following.append(tokens_that_share(own, one))
-        text, beside_calls, grammar = following
+            own.forget(answer(learned, 3))
+        text, beside_calls, grammar = (tokens_that_share(own, answer(kind, 2)) for kind in range(3))
         assert text == beside_calls
-        assert grammar < text if learned == "grammar" else text < grammar
+        assert grammar < text if learned == 2 else text < grammar
 
 
-# Costs at length
-
-
-def test_what_is_drafted_depends_on_what_passes_cost_at_that_length() -> None:
-    """Milliseconds of 1, 8 and 16 rows after 64 and after 16,384 tokens, where rows are usual, dear or cheap."""
-    short, usual, dear, cheap = (36, 43, 51), (56, 71, 87), (56, 161, 281), (56, 56.7, 57.5)
-    lengths = {}
-    for name, far in {"usual": usual, "dear": dear, "cheap": cheap}.items():
-        own = Controller(FixedCost(CostTable((1, 8, 16), (64, 16_384), (short, far))), None)
-        step = SequenceStep(sequence(gamma=15), 0, 1, 15)
-        lengths[name] = [
-            own.proposal_length(step, [0.6] * 12, None, own.prices([sequence()], kv_len, 64))
-            for kv_len in (64, 4096, 8192, 16_384)
-        ]
-    assert lengths["usual"] == sorted(lengths["usual"], reverse=True)
-    assert lengths["dear"][0] == lengths["cheap"][0] == lengths["usual"][0]
-    assert lengths["dear"] == sorted(lengths["dear"], reverse=True)
-    assert lengths["dear"][-1] < lengths["usual"][-1] < lengths["cheap"][-1]
-
-
-def test_the_draft_models_own_context_counts_and_not_the_targets() -> None:
-    """Its slot holds the end of the text only; with 16,384 tokens in it a draft would cost as much as it brings."""
-    target = FixedCost(CostTable((1, 8), (64, 16_384), ((0.036, 0.043), (0.056, 0.071))))
-    draft = FixedCost(CostTable((1, 8), (64, 16_384), ((0.008, 0.011), (0.06, 0.08))))
-    gains = [
-        choose_for_model([Candidate(1.0, 0.7, 8)], Controller(target, draft).prices([sequence()], 16_384, kv_len))[1]
-        for kv_len in (64, 16_384)
-    ]
-    assert gains[0] > 0.3
-    assert gains[1] == 0
+def test_each_pass_is_priced_at_the_length_of_its_own_cache() -> None:
+    """The draft model's slot holds the end of the text only."""
+    costs = FixedCost(CostTable((1, 8), (64, 16_384), ((1.0, 2.0), (3.0, 9.0))))
+    own = Controller(costs, costs)
+    for target_len, draft_len, expected in ((64, 64, (2, 2)), (16_384, 64, (3, 2 / 3)), (16_384, 16_384, (3, 3))):
+        prices = own.prices([sequence()], target_len, draft_len)
+        assert (prices.target(8), prices.draft(8)) == pytest.approx([n * prices.target(1) for n in expected])

@@ -26,10 +26,10 @@ class Bench:
         drafters = Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=())
         self.cache = PrefixCache(self.held, drafters)
 
-    def start(self, prompt: list[int], *, prefill: bool = True, scores_prompt: bool = False) -> Sequence:
+    def start(self, prompt: list[int], *, prefill: bool = True) -> Sequence:
         """A sequence with a slot, after its prefill."""
         params = SamplingParams(temperature=0), SpeculationParams(mode="off")
-        sequence = Sequence(prompt, *params, max_tokens=9, scores_prompt=scores_prompt)
+        sequence = Sequence(prompt, *params, max_tokens=9)
         self.cache.assign(sequence, self.cache.find(sequence))
         positions = range(self.held.num_computed_tokens(sequence.slot), len(prompt))
         if prefill and positions:
@@ -77,19 +77,6 @@ def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached() -> None
             bench.finish(prompt)
         assert bench.start([*SYSTEM[:4], *[2] * 30], prefill=False).cached_tokens == 4
         assert bench.target.cache[first.slot] == SYSTEM
-
-
-def test_alternating_conversations_keep_a_slot_each() -> None:
-    bench = Bench()
-    for earlier in [bench.finish([token] * 10) for token in (1, 2)]:
-        later = bench.start([*earlier.tokens, 3, 4])
-        assert (later.slot, later.cached_tokens) == (earlier.slot, 10)
-
-
-def test_prompt_whose_tokens_are_scored_reuses_nothing() -> None:
-    bench = Bench()
-    bench.finish(SYSTEM)
-    assert bench.start([*SYSTEM, 2], prefill=False, scores_prompt=True).cached_tokens == 0
 
 
 def test_sequences_that_finished_first_make_room_first() -> None:

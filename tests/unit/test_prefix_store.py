@@ -65,20 +65,14 @@ def test_whole_blocks_come_back_from_any_position_to_any_other() -> None:
         assert np.array_equal(loaded(store, text, start, end), text.keys(start, max(start, min(end, 64))))
 
 
-def test_branches_share_the_blocks_before_they_part() -> None:
-    store = store_of(9)
-    added(store, 1, 2, 3, 4)
-    assert added(store, 1, 2, 5).saved == [2], "the others were stored already"
-    assert store.stored_bytes == 5 * BLOCK_BYTES
-
-
 def test_a_text_that_differs_in_one_token_shares_only_the_blocks_before_it() -> None:
     store = store_of(9)
     text = added(store, 1, 2).tokens
     for position in range(2 * BLOCK_TOKENS):
         other = [token + (n == position) for n, token in enumerate(text)]
         assert store.length(NOBODY, other, 1000) == position // BLOCK_TOKENS * BLOCK_TOKENS
-    added(store, 3, 2)
+    assert added(store, 1, 3, 2).saved == [1, 2], "the first was stored already"
+    assert store.stored_bytes == 4 * BLOCK_BYTES
     assert stored(store, 2) == 0, "equal blocks after other beginnings are other blocks"
 
 
@@ -101,25 +95,6 @@ def test_a_text_longer_than_the_limit_keeps_its_beginning() -> None:
         while not store.add(NOBODY, text.tokens, text.save, portion):
             pass
         assert stored(store, 1, 2, 3, 4, 5) == 3
-
-
-def test_no_byte_beyond_the_limit_is_used() -> None:
-    for blocks, spare_bytes in product((0, 2), (0, 1, BLOCK_BYTES - 1)):
-        store = store_of(blocks, spare_bytes=spare_bytes)
-        for number in range(5):
-            added(store, number)
-        assert store.stored_bytes == blocks * BLOCK_BYTES
-    assert not added(PrefixStore(), 1).saved
-
-
-def test_a_text_can_be_stored_in_portions_between_which_others_come() -> None:
-    store = store_of(9)
-    text = Text(1, 2, 3)
-    more = []
-    while not store.add(NOBODY, text.tokens, text.save, max_blocks=1):
-        added(store, 1, 9)
-        more.append(stored(store, 1, 2, 3))
-    assert (more, text.saved) == ([1, 2], [0, 1, 2])
 
 
 def test_what_was_stored_before_a_failure_stays_usable() -> None:
@@ -146,12 +121,13 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 @given(
     texts=st.lists(st.tuples(TEXTS, st.integers(1, 5), st.booleans(), st.sampled_from(OWNERS)), max_size=40),
     blocks=st.integers(0, 8),
+    spare_bytes=st.integers(0, BLOCK_BYTES - 1),
 )
 @settings(max_examples=100, deadline=None)
 def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
-    texts: list[tuple[list[int], int, bool, Owner]], blocks: int
+    texts: list[tuple[list[int], int, bool, Owner]], blocks: int, spare_bytes: int
 ) -> None:
-    store = store_of(blocks)
+    store = store_of(blocks, spare_bytes=spare_bytes)
     for parts, max_blocks, adds, owner in texts:
         text = added(store, *parts, owner=owner, max_blocks=max_blocks * adds)
         length = store.length(owner, text.tokens, 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,23 @@ def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
         assert file.read() == "text"
 
 
-@pytest.mark.parametrize("planted", ["a link", "a pipe", "a directory", "a file that others may read or write"])
-def test_something_else_is_refused_at_once_left_alone_and_closed(tmp_path: Path, planted: str) -> None:
-    path, target = tmp_path / "file", tmp_path / "target"
+def test_something_else_is_refused_at_once_left_alone_and_closed(tmp_path: Path) -> None:
+    target, link, pipe, directory, shared = (
+        tmp_path / name for name in ("target", "link", "pipe", "directory", "shared")
+    )
     target.write_text("keep")
     target.chmod(0o600)
-    if planted == "a link":
-        path.symlink_to(target)
-    elif planted == "a pipe":
-        os.mkfifo(path, 0o600)
-    elif planted == "a directory":
-        path.mkdir(0o700)
-    else:
-        path.write_text("keep")
-        path.chmod(0o644)
-    before, n_open = path.lstat(), len(list(Path("/proc/self/fd").iterdir()))
-    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+    link.symlink_to(target)
+    os.mkfifo(pipe, 0o600)
+    directory.mkdir(0o700)
+    shared.touch(0o644)
+    n_open = len(list(Path("/proc/self/fd").iterdir()))
+    for path, flags in product((link, pipe, directory, shared), (os.O_RDONLY, os.O_RDWR | os.O_CREAT)):
+        before = path.lstat()
         with pytest.raises(OSError, match=r"symbolic|regular|directory|other users may open it"):
             open_private(path, flags)
+        assert path.lstat() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == n_open
-    assert path.lstat() == before
     assert target.read_text() == "keep"
 
 

@@ -27,16 +27,9 @@ def test_the_limit_holds_and_a_client_within_an_equal_share_loses_nothing(puts: 
         assert shares.total <= LIMIT
     for client in always_small:
         assert kept(shares, client) == sorted(sizes[client])
-
-
-def test_a_client_loses_what_it_used_longest_ago() -> None:
-    shares: Shares[int, int] = Shares(3)
-    for key in (1, 2, 3):
-        shares.put("a", key, key)
-    assert shares.use("a", 1) == 1
-    shares.put("a", 4, 4)
-    assert kept(shares, "a") == [1, 3, 4]
-    assert shares.use("b", 1) is None
+        for key in range(10):
+            shares.remove(client, key)
+        assert kept(shares, client) == []
 
 
 def test_of_clients_with_equal_shares_the_newcomer_loses() -> None:
@@ -48,13 +41,3 @@ def test_of_clients_with_equal_shares_the_newcomer_loses() -> None:
     assert shares.use("c", 1) == 1, "it has least"
     shares.put("c", 2, 2)
     assert [len(kept(shares, client)) for client in "abc"] == [1, 2, 1]
-
-
-def test_what_is_replaced_counts_once() -> None:
-    shares: Shares[int, int] = Shares(4)
-    shares.put("a", 1, 1, size=3)
-    shares.put("a", 1, 2, size=4)
-    assert (shares.total, shares.use("a", 1)) == (4, 2)
-    shares.remove("a", 1)
-    shares.remove("b", 1)
-    assert (shares.total, shares.next_to_go("a")) == (0, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ TEXTS = [
 ]
 PROMPTS = ["The ", "def index(", "héllo 世界 🙂", "What is", "1 + 2 =", '{"name":', "Once upon a time", "Hello!"]
 
-Probabilities = NDArray[np.float64]
-Choose = Callable[[Probabilities], int]
+Rows = NDArray[np.float64]
+Choose = Callable[[Rows], Any]
 
 
 class Runner:
@@ -35,14 +36,13 @@ class Runner:
     def __init__(self, path: Path) -> None:
         self.model = LlamaModel(path)
         self._engine = LlamaEngine(self.model, n_slots=1, context_length=512, threads=1, max_rows=512, max_logits=1)
-        self.pieces = list(map(self.model.name, range(self.model.size)))
 
-    def begin(self, text: str) -> Probabilities:
+    def begin(self, text: str) -> Rows:
         """The distribution after this text."""
         self._engine.truncate(0, 0)
         return self.feed(self.model.encode(text))
 
-    def feed(self, tokens: list[int]) -> Probabilities:
+    def feed(self, tokens: list[int]) -> Rows:
         """The distribution after these further tokens."""
         start, last = self._engine.cached_len(0), len(tokens) - 1
         [logits] = self._engine.forward([Row(token, 0, start + i, i == last) for i, token in enumerate(tokens)])
@@ -74,33 +74,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
         runner.close()
 
 
-def greedy(p: Probabilities) -> int:
-    return int(p.argmax())
-
-
-def sampler(seed: int) -> Choose:
-    generator = np.random.default_rng(seed)
-    return lambda p: int(generator.choice(len(p), p=p))
-
-
-class Answers:
-    """Texts that a target generates up to an end token, and the distributions of target and draft at each token."""
-
-    def __init__(self, target: Runner, draft: Runner, chooses: list[Choose], limit: int) -> None:
-        self.texts: list[list[int]] = []
-        distributions: list[tuple[Probabilities, Probabilities]] = []
-        for prompt, choose in zip(PROMPTS, chooses, strict=True):
-            tokens: list[int] = []
-            distributions.append((target.begin(prompt), draft.begin(prompt)))
-            while len(tokens) < limit:
-                tokens.append(choose(distributions[-1][0]))
-                if target.model.is_end_token(tokens[-1]):
-                    break
-                distributions.append((target.feed(tokens[-1:]), draft.feed(tokens[-1:])))
-            self.texts.append(tokens)
-        self.p, self.q = map(np.array, zip(*distributions, strict=True))
-
-
 def test_tokenisers_use_their_merges_and_lose_nothing(load: Load) -> None:
     for architecture, role in product(ARCHITECTURES, ("target", "other")):
         model = load(architecture, role).model
@@ -112,25 +85,39 @@ def test_tokenisers_use_their_merges_and_lose_nothing(load: Load) -> None:
         assert len(load(architecture, "target").model.encode(text)) < len(text) / 2
 
 
-def test_greedy_answers_vary_rarely_end_early_and_are_drafted_well(load: Load) -> None:
-    for architecture in ARCHITECTURES:
-        answers = Answers(load(architecture, "target"), load(architecture, "draft"), [greedy] * len(PROMPTS), 50)
-        assert 0.6 < np.mean(answers.p.argmax(axis=1) == answers.q.argmax(axis=1)) < 0.85
-        assert sum(len(tokens) == 50 for tokens in answers.texts) >= 6
-        assert all(len(set(tokens)) >= min(10, len(tokens) // 2) for tokens in answers.texts)
+def answers(target: Runner, draft: Runner, choose: Choose, limit: int) -> tuple[list[list[int]], Rows, Rows]:
+    """Texts that a target generates up to an end token, and what target and draft say at each token."""
+    texts: list[list[int]] = []
+    distributions: list[tuple[Rows, Rows]] = []
+    for prompt in PROMPTS:
+        tokens: list[int] = []
+        distributions.append((target.begin(prompt), draft.begin(prompt)))
+        while len(tokens) < limit:
+            tokens.append(int(choose(distributions[-1][0])))
+            if target.model.is_end_token(tokens[-1]):
+                break
+            distributions.append((target.feed(tokens[-1:]), draft.feed(tokens[-1:])))
+        texts.append(tokens)
+    p, q = map(np.array, zip(*distributions, strict=True))
+    return texts, p, q
 
 
-def test_sampled_answers_are_drafted_well_sometimes_end_and_split_characters_between_tokens(load: Load) -> None:
+def test_answers_vary_are_drafted_well_sometimes_end_and_split_characters_between_tokens(load: Load) -> None:
     for architecture in ARCHITECTURES:
-        target = load(architecture, "target")
-        answers = Answers(target, load(architecture, "draft"), list(map(sampler, range(len(PROMPTS)))), 200)
-        assert 0.6 < np.minimum(answers.p, answers.q).sum(axis=1).mean() < 0.9
+        target, draft = (load(architecture, role) for role in ("target", "draft"))
+        texts, p, q = answers(target, draft, np.argmax, 50)
+        assert 0.6 < np.mean(p.argmax(axis=1) == q.argmax(axis=1)) < 0.85
+        assert sum(len(tokens) == 50 for tokens in texts) >= 6
+        assert all(len(set(tokens)) >= min(10, len(tokens) // 2) for tokens in texts)
+        generator = np.random.default_rng(1)
+        texts, p, q = answers(target, draft, lambda row, own=generator: own.choice(len(row), p=row), 200)  # type: ignore[misc]
+        assert 0.6 < np.minimum(p, q).sum(axis=1).mean() < 0.9
         # Bits of entropy.
-        assert 1 < -(answers.p * np.log2(answers.p + 1e-300)).sum(axis=1).mean() < 4
-        assert 1 <= sum(target.model.is_end_token(tokens[-1]) for tokens in answers.texts) < len(PROMPTS)
-        pieces = [target.model.piece(token) for tokens in answers.texts for token in tokens]
-        text = b"".join(pieces).decode(errors="replace")
+        assert 1 < -(p * np.log2(p + 1e-300)).sum(axis=1).mean() < 4
+        assert 1 <= sum(target.model.is_end_token(tokens[-1]) for tokens in texts) < len(PROMPTS)
+        pieces = [target.model.piece(token) for tokens in texts for token in tokens]
         assert sum("\ufffd" in piece.decode(errors="replace") for piece in pieces) >= 5
+        text = b"".join(pieces).decode(errors="replace")
         assert text.count("\ufffd") < len(text) / 200
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import stat
 from argparse import Namespace
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,22 +16,18 @@ from specserve.cli import report
 from specserve.errors import ConfigError
 from specserve.observability import trace as tracing
 from specserve.observability.metrics import Served
-from specserve.observability.records import EndRecord, Recorder
+from specserve.observability.records import Recorder
 from specserve.observability.trace import Trace, open_traces
 from specserve.sequence import DrafterName, RequestInfo
 from specserve.speculation.step import SequenceStep
-from steps import finished_step
+from steps import an_end, finished_step
 
 FILE = "qwen-1.0.jsonl"
 
 
 def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> SequenceStep:
-    info = RequestInfo("r1", family)
+    info = RequestInfo("r", family)
     return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
-
-
-def an_end() -> EndRecord:
-    return EndRecord(RequestInfo("r1", "code"), 0, "stop", 40, 30, 20, 2, waited=0.5, ttft=1.5, tpot=0.1)
 
 
 def lines(directory: Path) -> list[Any]:
@@ -44,15 +39,10 @@ def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) ->
     trace.round(a_round(["model", "lookup"], 1))
     trace.end(an_end())
     first, second = lines(tmp_path)
-    assert (first["event"], first["drafts"], first["accepted"], first["tokens"]) == (
-        "round",
-        ["model", "lookup"],
-        1,
-        2,
-    )
-    assert first["seconds"] == [0.01, 0.05, 0.001]
-    assert (first["request"], first["choice"], first["family"], first["group"]) == ("r1", 0, "code", "auto")
-    assert (second["event"], second["reason"], second["ttft"], second["tpot"]) == ("end", "stop", 1.5, 0.1)
+    of_a_round = {"event": "round", "drafts": ["model", "lookup"], "accepted": 1, "tokens": 2}
+    asked = {"request": "r", "choice": 0, "family": "code", "group": "auto"}
+    assert (of_a_round | asked | {"seconds": [0.01, 0.05, 0.001]}).items() <= first.items()
+    assert (asked | {"event": "end", "reason": "stop", "ttft": 1.5, "tpot": 0.1}).items() <= second.items()
     assert not {"client", "cache_salt", "text"} & {*first, *second}
 
 
@@ -73,30 +63,20 @@ def test_files_are_rotated_within_their_size_and_readable_by_their_owner_only(
 def test_a_file_that_another_user_may_have_planted_is_not_written(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("keep")
-    for traces in (tmp_path / "linked", tmp_path / "open"):
-        traces.mkdir()
-    (tmp_path / "linked" / FILE).symlink_to(target)
-    (tmp_path / "open" / FILE).touch(0o666)
-    for traces in (tmp_path / "linked", tmp_path / "open"):
-        with pytest.raises(ConfigError, match=r"qwen-1\.0\.jsonl cannot be written \(.*(symbolic|other users)"):
-            open_traces(traces, Served("qwen", "1.0"))
+    (tmp_path / FILE).symlink_to(target)
+    with pytest.raises(ConfigError, match=r"qwen-1\.0\.jsonl cannot be written \(.*symbolic"):
+        open_traces(tmp_path, Served("qwen", "1.0"))
     assert target.read_text() == "keep"
     assert open_traces(None, Served("qwen", "1.0")) == []
 
 
-def test_a_full_disk_is_one_line_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> bool:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    recorder = Recorder([Trace(tmp_path / FILE)])
-    monkeypatch.setattr(RotatingFileHandler, "shouldRollover", full)
+def test_an_observer_that_fails_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    observer = Mock(end=Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    recorder = Recorder([observer])
     for _ in range(3):
         recorder.record_end(an_end())
-    assert [record.getMessage() for record in caplog.records] == [
-        "specserve: metrics or traces are incomplete from now on"
-    ]
+    [record] = caplog.records
+    assert record.getMessage() == "specserve: metrics or traces are incomplete from now on"
     assert "No space left" in caplog.text
 
 

@@ -44,7 +44,7 @@ _BETWEEN = -1
 # empty index takes 600 bytes.
 _FULL_POOLS, _LEAST_POOL = 8, 512
 # Occurrences that are compared to find an answer in its prediction again: with 16 an edit with twelve changes takes 4 %
-# more rounds (as tests/unit/test_ngram.py counts them).
+# more rounds.
 _SEARCHED = 256
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from langchain_openai import ChatOpenAI, OpenAI
 
 from server import Server
-from store import Stock
 
 PROMPT = "The quick brown fox"
 QUESTION = "Hi"
@@ -72,15 +71,3 @@ def test_chats_whole_streamed_and_async_equal_openais_clients(server: Server) ->
     chunks = list(chat(server, stream_usage=True).stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == text
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
-
-
-def test_structured_output_of_a_class_and_of_a_schema_whole_and_streamed(server: Server) -> None:
-    """The tiny model's output is random: only the server's grammar can make it valid."""
-    client = chat(server, max_tokens=200)
-    of_class = client.with_structured_output(Stock, method="json_schema")
-    assert isinstance(of_class.invoke(QUESTION), Stock)
-    schema = Stock.model_json_schema() | {"additionalProperties": False}
-    of_schema = client.with_structured_output(schema, method="json_schema")
-    whole = of_schema.invoke(QUESTION)
-    assert Stock.model_validate(whole)
-    assert list(of_schema.stream(QUESTION))[-1] == whole

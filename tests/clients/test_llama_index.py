@@ -9,7 +9,6 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 from server import Server
-from store import Stock
 
 PROMPT = "The quick brown fox"
 SETTINGS = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -51,9 +50,3 @@ def test_chats_whole_streamed_and_async_equal_openais_clients(server: Server) ->
     assert "".join(piece.delta or "" for piece in llm.stream_chat(MESSAGES)) == text
     assert asyncio.run(whole_and_streamed()) == (text, text)
     assert client(server, is_chat_model=False).chat(MESSAGES).message.content, "from v1/completions"
-
-
-def test_structured_output_of_a_pydantic_class(server: Server) -> None:
-    """The tiny model's output is random: only the server's grammar can make it valid."""
-    llm = client(server, is_chat_model=True, should_use_structured_outputs=True, max_tokens=200)
-    assert isinstance(llm.as_structured_llm(Stock).chat(MESSAGES).raw, Stock)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ours import Ours
+import ours
 from server import Server, running, tiny
 from store import CONFIG
 from wire import Wire, recording
@@ -31,12 +31,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def ours() -> Ours:
-    return Ours()
-
-
-@pytest.fixture(scope="session")
-def model(ours: Ours) -> Path:
+def model() -> Path:
     return ours.target(tiny())
 
 

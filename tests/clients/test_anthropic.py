@@ -31,36 +31,30 @@ def client(wire: Wire) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=wire.url, auth_token=wire.key, api_key=None, max_retries=0)
 
 
-def result_of(call: Any, content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": content}]}
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_message_calls_a_tool_and_uses_its_result(wire: Wire, stream: bool) -> None:
+    kinds: list[str] = []
 
+    def answer(turns: list[Any], **changes: Any) -> Any:
+        messages = client(wire).messages
+        if not stream:
+            return messages.create(messages=turns, tools=TOOLS, **SETTINGS, **changes)
+        with messages.stream(messages=turns, tools=TOOLS, **SETTINGS, **changes) as events:
+            kinds.extend(event.type for event in events)
+            return events.get_final_message()
 
-def test_a_message_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    messages = client(wire).messages
-    first = messages.create(messages=MESSAGES, tools=TOOLS, tool_choice={"type": "any"}, **SETTINGS)
+    named: Any = {"type": "tool", "name": "count_items", "disable_parallel_tool_use": True}
+    first = answer(MESSAGES, tool_choice=named if stream else {"type": "any"})
     assert first.stop_reason == "tool_use"
+    assert ("input_json" in kinds) == stream
     [call] = [block for block in first.content if block.type == "tool_use"]
     assert set(call.input) == {"item"}
-    turns = [*MESSAGES, {"role": "assistant", "content": first.content}]
-    turns.append(result_of(call, [{"type": "text", "text": count_items(**call.input)}]))
-    last = messages.create(messages=turns, tools=TOOLS, **SETTINGS)
+    counted: Any = [{"type": "text", "text": count_items(**call.input)}]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": counted if stream else counted[0]["text"]}
+    turns = [*MESSAGES, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    last = answer(turns)
     assert last.stop_reason == "end_turn"
     assert COUNT in last.content[0].text
-
-
-def test_a_streamed_message_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    messages = client(wire).messages
-    named: Any = {"type": "tool", "name": "count_items", "disable_parallel_tool_use": True}
-    with messages.stream(messages=MESSAGES, tools=TOOLS, tool_choice=named, **SETTINGS) as stream:
-        kinds = [event.type for event in stream]
-        first = stream.get_final_message()
-    assert "input_json" in kinds
-    [call] = [block for block in first.content if block.type == "tool_use"]
-    turns = [*MESSAGES, {"role": "assistant", "content": first.content}, result_of(call, count_items("pears"))]
-    with messages.stream(messages=turns, tools=TOOLS, **SETTINGS) as stream:
-        text = "".join(stream.text_stream)
-        last = stream.get_final_message()
-    assert COUNT in text
     assert last.usage.output_tokens > 0
 
 

@@ -142,16 +142,9 @@ def claude(*, is_small: bool) -> Agent:
 
 def continue_() -> Agent:
     def config(wire: Wire) -> dict[str, str]:
-        model = {
-            "name": "specserve",
-            "provider": "openai",
-            "model": MODEL,
-            "apiBase": f"{wire.url}/v1",
-            "apiKey": wire.key,
-            "roles": ["chat", "edit"],
-            "capabilities": ["tool_use"],
-            "defaultCompletionOptions": {"contextLength": 32768, "maxTokens": 1024},
-        }
+        model: dict[str, Any] = {"name": "specserve", "provider": "openai", "model": MODEL, "apiBase": f"{wire.url}/v1"}
+        model |= {"apiKey": wire.key, "roles": ["chat", "edit"], "capabilities": ["tool_use"]}
+        model |= {"defaultCompletionOptions": {"contextLength": 32768, "maxTokens": 1024}}
         # JSON is YAML.
         return {"config.yaml": json.dumps({"name": "local", "version": "1.0.0", "schema": "v1", "models": [model]})}
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
-import openai
-import pytest
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
 
 from server import Server
 
 PROMPT = "The quick brown fox"
 QUESTION = "Hi"
 SETTINGS = {"model": "tiny", "temperature": 0, "max_tokens": 24}
-
-
-class Weather(BaseModel):
-    """An answer with a form."""
-
-    city: Literal["Paris", "Lunt"]
-    sunny: bool
 
 
 def completions(server: Server, **changes: Any) -> OpenAI:
@@ -32,9 +22,9 @@ def chat(server: Server, **changes: Any) -> ChatOpenAI:
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0, **SETTINGS | changes)
 
 
-def expected_text(server: Server, prompt: str = PROMPT, **changes: Any) -> str:
+def expected_text(server: Server, **changes: Any) -> str:
     """The text that OpenAI's own client gets."""
-    body: Any = {**SETTINGS, "prompt": prompt, **changes}
+    body: Any = {**SETTINGS, "prompt": PROMPT, **changes}
     return str(server.client().completions.create(**body).choices[0].text)
 
 
@@ -51,14 +41,6 @@ def test_completions_whole_streamed_and_async_equal_openais_clients(server: Serv
     pieces = list(completions(server, **long).stream(PROMPT))
     assert len(pieces) > 1
     assert "".join(pieces) == expected_text(server, **long)
-
-
-def test_several_prompts_in_one_request_are_answered_in_order_and_counted(server: Server) -> None:
-    prompts = [f"{PROMPT} number {n}" for n in range(4)]
-    answer = completions(server, max_tokens=8).generate(prompts)
-    assert [one.text for [one] in answer.sequences] == [expected_text(server, p, max_tokens=8) for p in prompts]
-    usage = answer.llm_output["token_usage"]
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def test_answers_have_a_logprob_for_every_token(server: Server) -> None:
@@ -89,30 +71,3 @@ def test_chats_whole_streamed_and_async_equal_openais_clients(server: Server) ->
     chunks = list(chat(server, stream_usage=True).stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == text
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
-
-
-def test_a_chat_with_all_roles_and_a_seed_repeats_its_output(server: Server) -> None:
-    client = chat(
-        server, temperature=0.7, top_p=0.9, seed=5, frequency_penalty=0.1, presence_penalty=0.1, logit_bias={5: 1}
-    )
-    messages = [("system", "Be brief."), ("human", QUESTION), ("ai", "Hello."), ("human", "And?")]
-    assert client.invoke(messages).content == client.invoke(messages).content
-
-
-def test_extra_body_sets_the_speculation_mode(server: Server) -> None:
-    plain = completions(server, extra_body={"speculation": {"mode": "off"}})
-    assert "".join(plain.stream(PROMPT)) == expected_text(server)
-    with pytest.raises(openai.BadRequestError, match="at most"):
-        list(completions(server, extra_body={"speculation": {"mode": "fixed", "gamma": 32}}).stream(PROMPT))
-
-
-def test_structured_output_of_a_class_and_of_a_schema_whole_and_streamed(server: Server) -> None:
-    """The tiny model's output is random: only the server's grammar can make it valid."""
-    client = chat(server, max_tokens=200)
-    of_class = client.with_structured_output(Weather, method="json_schema")
-    assert isinstance(of_class.invoke(QUESTION), Weather)
-    schema = Weather.model_json_schema() | {"additionalProperties": False}
-    of_schema = client.with_structured_output(schema, method="json_schema")
-    whole = of_schema.invoke(QUESTION)
-    assert Weather.model_validate(whole)
-    assert list(of_schema.stream(QUESTION))[-1] == whole

@@ -49,14 +49,10 @@ def test_a_response_calls_a_tool(wire: Wire) -> None:
     assert [item.name for item in answer.output if item.type == "function_call"] == ["count_items"]
 
 
-def test_an_error_has_litellms_own_class(wire: Wire) -> None:
-    with pytest.raises(litellm.BadRequestError):
-        completion(messages=MESSAGES, temperature=-1, **options(wire, "chat"))
-    wire.exchanges.clear()
-
-
 @pytest.mark.parametrize("protocol", ["chat", "messages"])
-def test_a_conversation_that_is_too_long_has_its_own_class_too(wire: Wire, protocol: str) -> None:
+def test_errors_have_litellms_own_classes(wire: Wire, protocol: str) -> None:
+    with pytest.raises(litellm.BadRequestError):
+        completion(messages=MESSAGES, temperature=-1, **options(wire, protocol))
     with pytest.raises(litellm.ContextWindowExceededError):
         completion(messages=[{"role": "user", "content": "word " * 40_000}], **options(wire, protocol))
     wire.exchanges.clear()

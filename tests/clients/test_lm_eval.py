@@ -12,7 +12,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-from ours import PROJECT, Ours
+import ours
+from ours import PROJECT
 from server import Server
 
 TASKS = PROJECT / "tests" / "clients" / "task"
@@ -48,7 +49,7 @@ def evaluate(task: str, settings: dict[str, Any], server: Server, monkeypatch: p
     return results["results"][task], results["samples"][task]
 
 
-def loglikelihoods(ours: Ours, model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+def loglikelihoods(model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     """For each continuation after its context: its log-likelihood, and whether greedy decoding gives it."""
     # The harness counts spaces between the two as part of the continuation.
     contexts = ours.encode(model, [context.rstrip() for context, _ in pairs])
@@ -59,13 +60,13 @@ def loglikelihoods(ours: Ours, model: Path, pairs: list[tuple[str, str]]) -> lis
 
 
 def test_loglikelihoods_of_choices_equal_the_engines(
-    settings: dict[str, Any], server: Server, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, samples = evaluate("specserve_choices", settings, server, monkeypatch)
     assert len(samples) == ITEMS
     pairs = [pair for item in samples for pair in item["arguments"]]
     reported = [answer[0] for item in samples for answer in item["resps"]]
-    expected = loglikelihoods(ours, model, pairs)
+    expected = loglikelihoods(model, pairs)
     assert len(reported) == CHOICES
     assert [value for value, _ in reported] == pytest.approx([value for value, _ in expected], abs=1e-3)
     assert [greedy for _, greedy in reported] == [greedy for _, greedy in expected]
@@ -88,7 +89,7 @@ def test_is_greedy_is_true_of_the_greedy_continuation_only(
 
 
 def test_rolling_loglikelihoods_equal_the_engines(
-    settings: dict[str, Any], server: Server, ours: Ours, model: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], server: Server, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, samples = evaluate("specserve_texts", settings, server, monkeypatch)
     # The harness puts the BOS token before the text.

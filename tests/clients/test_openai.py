@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import openai
+import pytest
 from pydantic import BaseModel
 
 from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items, slow_question
@@ -27,40 +28,29 @@ def client(wire: Wire) -> Any:
     return openai.OpenAI(base_url=f"{wire.url}/v1", api_key=wire.key, max_retries=0)
 
 
-def test_a_chat_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    chat = client(wire).chat.completions
-    first = chat.create(messages=MESSAGES, tools=CHAT_TOOLS, tool_choice="required", **SETTINGS).choices[0]
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_chat_calls_a_tool_and_uses_its_result(wire: Wire, stream: bool) -> None:
+    options: Any = {"tools": CHAT_TOOLS, **SETTINGS}
+    kinds: list[str] = []
+
+    def choice(messages: list[Any], **changes: Any) -> Any:
+        chat = client(wire).chat.completions
+        if not stream:
+            return chat.create(messages=messages, **options, **changes).choices[0]
+        with chat.stream(messages=messages, stream_options={"include_usage": True}, **options, **changes) as events:
+            kinds.extend(event.type for event in events)
+            answer = events.get_final_completion()
+        assert answer.usage.completion_tokens > 0
+        return answer.choices[0]
+
+    first = choice(MESSAGES, tool_choice="required")
     assert first.finish_reason == "tool_calls"
+    assert ("tool_calls.function.arguments.done" in kinds) == stream
     [call] = first.message.tool_calls
     counted = count_items(CountItems.model_validate_json(call.function.arguments).item)
-    result = {"role": "tool", "tool_call_id": call.id, "content": counted}
-    last = chat.create(messages=[*MESSAGES, first.message, result], tools=CHAT_TOOLS, **SETTINGS).choices[0]
+    last = choice([*MESSAGES, first.message, {"role": "tool", "tool_call_id": call.id, "content": counted}])
     assert last.finish_reason == "stop"
     assert COUNT in last.message.content
-
-
-def test_a_streamed_chat_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    chat = client(wire).chat.completions
-    options: Any = {"tools": CHAT_TOOLS, "stream_options": {"include_usage": True}, **SETTINGS}
-    with chat.stream(messages=MESSAGES, tool_choice="required", **options) as stream:
-        kinds = [event.type for event in stream]
-        first = stream.get_final_completion()
-    assert "tool_calls.function.arguments.done" in kinds
-    [call] = first.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, CountItems)
-    assert first.usage.completion_tokens > 0
-    result = {"role": "tool", "tool_call_id": call.id, "content": count_items("pears")}
-    with chat.stream(messages=[*MESSAGES, first.choices[0].message, result], **options) as stream:
-        text = stream.get_final_completion().choices[0].message.content
-    assert COUNT in text
-
-
-def test_a_chat_with_a_choice_of_none_calls_nothing(wire: Wire) -> None:
-    answer = client(wire).chat.completions.create(
-        messages=MESSAGES, tools=CHAT_TOOLS, tool_choice="none", max_tokens=40, **SETTINGS
-    )
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].message.content
 
 
 def test_the_helpers_of_chats_parse_calls_and_answers(wire: Wire) -> None:
@@ -72,35 +62,33 @@ def test_the_helpers_of_chats_parse_calls_and_answers(wire: Wire) -> None:
     assert isinstance(answered.choices[0].message.parsed, Stock)
 
 
-def test_a_response_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    responses = client(wire).responses
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_response_calls_a_tool_and_uses_its_result(wire: Wire, stream: bool) -> None:
     options: Any = {"instructions": RULES, "tools": RESPONSES_TOOLS, "store": False, **SETTINGS}
-    first = responses.create(input=QUESTION, tool_choice="required", **options)
+    kinds: list[str] = []
+
+    def respond(turns: list[Any], **changes: Any) -> Any:
+        responses = client(wire).responses
+        if not stream:
+            return responses.create(input=turns, **options, **changes)
+        with responses.stream(input=turns, **options, **changes) as events:
+            received = list(events)
+            answer = events.get_final_response()
+        kinds.extend(event.type for event in received)
+        text = "".join(event.delta for event in received if event.type == "response.output_text.delta")
+        assert text == answer.output_text
+        assert answer.usage.output_tokens > 0
+        return answer
+
+    question = {"role": "user", "content": QUESTION}
+    first = respond([question], tool_choice="required")
+    assert ("response.function_call_arguments.done" in kinds) == stream
     [call] = [item for item in first.output if item.type == "function_call"]
-    assert CountItems.model_validate_json(call.arguments)
-    turns = [{"role": "user", "content": QUESTION}, *first.output]
-    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": count_items("pears")})
-    last = responses.create(input=turns, **options)
+    counted = count_items(CountItems.model_validate_json(call.arguments).item)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": counted}
+    last = respond([question, *first.output, result])
     assert last.status == "completed"
     assert COUNT in last.output_text
-
-
-def test_a_streamed_response_calls_a_tool_and_uses_its_result(wire: Wire) -> None:
-    responses = client(wire).responses
-    options: Any = {"instructions": RULES, "tools": RESPONSES_TOOLS, **SETTINGS}
-    with responses.stream(input=QUESTION, tool_choice="required", **options) as stream:
-        kinds = [event.type for event in stream]
-        first = stream.get_final_response()
-    assert kinds[0] == "response.created"
-    assert "response.function_call_arguments.done" in kinds
-    [call] = [item for item in first.output if item.type == "function_call"]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": count_items("pears")}
-    with responses.stream(input=[{"role": "user", "content": QUESTION}, *first.output, result], **options) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        last = stream.get_final_response()
-    assert text == last.output_text
-    assert COUNT in text
-    assert last.usage.output_tokens > 0
 
 
 def test_the_helper_of_responses_parses_an_answer(wire: Wire) -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+import ours
 from gguf_tokenizer import save_tokenizer
-from ours import PROJECT, Ours
+from ours import PROJECT
 from server import Server
+from store import CONFIG
+from tiny_config import tiny_config
 
 ALPHABET = "aAbeE zZ 09 \t\n\r'\"()[]{}<>|/\\_-+=.,:;!?#@ é ß ﬁ Å 世界 🙂👩‍👩‍👧 ¼ ٣ \u00a0\u3000\u200b e\u0301 İ \u017f"
 TEXTS = [
@@ -30,7 +33,7 @@ def sample(seed: int, count: int) -> list[str]:
     return ["".join(rng.choices(ALPHABET, k=rng.randint(1, 60))) for _ in range(count)]
 
 
-def assert_same_tokens(ours: Ours, model: Path, directory: Path) -> None:
+def assert_same_tokens(model: Path, directory: Path) -> None:
     texts = TEXTS + sample(1, 2000)
     save_tokenizer(model, directory)
     theirs = AutoTokenizer.from_pretrained(directory)(texts).input_ids
@@ -39,15 +42,13 @@ def assert_same_tokens(ours: Ours, model: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2"])
-def test_the_tokenizer_of_a_tiny_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path, architecture: str) -> None:
-    model = tmp_path / "model.gguf"
-    ours.write_tiny(model, architecture)
-    assert_same_tokens(ours, model, tmp_path)
+def test_the_tokenizer_of_a_tiny_vocabulary_gives_llama_cpps_ids(tmp_path: Path, architecture: str) -> None:
+    assert_same_tokens(ours.target(tiny_config(tmp_path, architecture)), tmp_path)
 
 
 @pytest.mark.real
-def test_the_tokenizer_of_qwens_vocabulary_gives_llama_cpps_ids(ours: Ours, tmp_path: Path) -> None:
-    assert_same_tokens(ours, ours.target(PROJECT / "config" / "qwen2.5-coder-0.5b-1.5b.yaml"), tmp_path)
+def test_the_tokenizer_of_qwens_vocabulary_gives_llama_cpps_ids(tmp_path: Path) -> None:
+    assert_same_tokens(ours.target(CONFIG), tmp_path)
 
 
 def test_the_server_counts_the_same_number_of_tokens(server: Server, tokenizer: Path) -> None:

@@ -64,21 +64,3 @@ def test_calls_are_read_whole_and_streamed_and_what_is_wrong_is_rejected(route: 
         Wire("", "", "", [exchange]).check()
     with pytest.raises(AssertionError):
         Wire("", "", "", [Exchange("POST", route, body, 400, b"{}", is_whole=True)]).check()
-
-
-def test_cached_tokens_are_counted_in_every_protocol() -> None:
-    for usage in (
-        {"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 8}},
-        {"input_tokens": 10, "input_tokens_details": {"cached_tokens": 8}},
-        {"input_tokens": 2, "cache_read_input_tokens": 8, "cache_creation_input_tokens": 0},
-    ):
-        whole = Exchange("POST", "", {}, 200, json.dumps({"usage": usage}).encode(), is_whole=True)
-        assert whole.prompt_tokens == (10, 8)
-    assert Exchange("POST", "", {}, 200, b"{}", is_whole=True).prompt_tokens == (0, 0)
-
-
-def test_results_of_tools_are_counted_in_every_protocol() -> None:
-    chat = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "4711"}]}
-    responses = {"input": [{"role": "user", "content": "?"}, {"type": "function_call_output", "output": "4711"}]}
-    messages = {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "4711"}]}]}
-    assert [Exchange("POST", "", body).results for body in (chat, responses, messages)] == [1, 1, 1]

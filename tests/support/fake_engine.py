@@ -14,7 +14,7 @@ from specserve.errors import EngineError
 
 
 class FakeEngine:
-    """A model whose next-token logits are a pure function of the last `memory` tokens.
+    """A model whose next-token logits are a pure function of the last two tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
     A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
@@ -26,16 +26,7 @@ class FakeEngine:
     those of another position or of another text.
     """
 
-    def __init__(
-        self,
-        *,
-        vocabulary: int,
-        n_slots: int,
-        n_cells: int | None = None,
-        blend: float = 0.0,
-        memory: int = 2,
-        sharpness: float = 2.0,
-    ) -> None:
+    def __init__(self, *, vocabulary: int, n_slots: int, n_cells: int | None = None, blend: float = 0.0) -> None:
         self.n_slots = n_slots
         self.slot_length = 4096
         self.n_cells = n_slots * self.slot_length if n_cells is None else n_cells
@@ -53,9 +44,7 @@ class FakeEngine:
         self.poison_after: int | None = None
         self.width = vocabulary
         self.token_bytes: int | None = 24
-        self._memory = memory
         self._blend = blend
-        self._sharpness = sharpness
         self._returned = np.empty((0, vocabulary), np.float32)
 
     def cached_len(self, slot: int) -> int:
@@ -66,7 +55,7 @@ class FakeEngine:
 
     def logits(self, context: list[int]) -> FloatArray:
         """Return the logits after `context`, shape (vocabulary,)."""
-        return _logits(tuple(context[-self._memory :]), self.width, self._blend, self._sharpness)
+        return _logits(tuple(context[-2:]), self.width, self._blend)
 
     def forward(self, rows: list[Row]) -> FloatArray:
         if self._is_due("fail_after"):
@@ -166,9 +155,9 @@ class FakeEngine:
 
 
 @cache
-def _logits(context: tuple[int, ...], width: int, blend: float, sharpness: float) -> FloatArray:
+def _logits(context: tuple[int, ...], width: int, blend: float) -> FloatArray:
     own, other = (np.random.default_rng([i, width, *context]).normal(size=width) for i in (0, 1))
-    return (sharpness * ((1 - blend) * own + blend * other)).astype(np.float32)
+    return (2 * ((1 - blend) * own + blend * other)).astype(np.float32)
 
 
 class FakeVocabulary:

@@ -106,6 +106,11 @@ class Server:
         own = [line for line in text.splitlines() if re.match(rf'specserve_\w+{{model="{self.model}"', line)]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in own)}
 
+    def metric(self, name: str, labels: str = "") -> float:
+        """The sum of all series of a metric that have these labels; they are updated a moment later."""
+        series = self.metrics().items()
+        return sum(value for of, value in series if of.startswith(f"specserve_{name}{{") and labels in of)
+
     def log(self) -> str:
         """What the model's workers have written."""
         lines = (self.state / "logs" / "model_log.log").read_text().splitlines()
@@ -178,16 +183,10 @@ def worker(state: Path) -> psutil.Process:
     return found[0]
 
 
-def seconds_until(condition: Callable[[], bool], what: str) -> float:
-    """Wait until the condition holds, and return how long it took."""
+def until(condition: Callable[[], bool], what: str) -> float:
+    """Wait until the condition holds, and return how many seconds it took."""
     started = time.monotonic()
-    until(condition, what)
-    return time.monotonic() - started
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until the condition holds."""
-    end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"not within {PATIENCE_SECONDS} s: {what}"
+        assert time.monotonic() < started + PATIENCE_SECONDS, f"not within {PATIENCE_SECONDS} s: {what}"
         time.sleep(0.1)
+    return time.monotonic() - started

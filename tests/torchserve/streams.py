@@ -32,12 +32,6 @@ def sequences(server: Server) -> tuple[int, int]:
     return counts["live"], counts["waiting"]
 
 
-def ended_sequences(server: Server, reason: str) -> float:
-    """How many sequences have ended for this reason, by the metrics, which are updated a moment later."""
-    series = server.metrics().items()
-    return sum(value for name, value in series if "texts_total" in name and f'reason="{reason}"' in name)
-
-
 def read(server: Server, body: dict[str, Any], begun: threading.Event | None = None) -> tuple[list[str], str | None]:
     """The text pieces of a stream, and its error unless it ended with [DONE]; sets `begun` at its first text or end."""
     pieces: list[str] = []

@@ -25,7 +25,6 @@ from server import (
     free_ports,
     processes,
     running,
-    seconds_until,
     stop,
     until,
     worker,
@@ -42,10 +41,22 @@ KILLS = 5
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a short queue and a short response timeout."""
+    """A server with a short queue and a short response timeout, whose first worker is killed in its first load."""
     config = tiny_config(tmp_path_factory.mktemp("breaking"), jobQueueSize=10, responseTimeout=5)
-    with running(config=config) as server:
-        yield server
+    port = free_ports()
+    state = Server(port).state
+
+    def kill_the_first() -> int:
+        until(lambda: bool(workers(state)), "a worker")
+        first = worker(state)
+        first.kill()
+        return first.pid
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_the_first)
+        with running(config=config, port=port) as server:
+            assert worker(state).pid != killed.result()
+            yield server
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +70,22 @@ def report(measurement: str) -> None:
     sys.stdout.write(f"{measurement}\n")
 
 
-def test_a_killed_workers_streams_end_and_the_next_worker_serves(server: Server, expected: str) -> None:
-    killed = worker(server.state)
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_streams_of_a_killed_or_hung_worker_end_and_the_next_worker_serves(
+    server: Server, expected: str, kind: signal.Signals
+) -> None:
+    """TorchServe kills one that hangs after `responseTimeout`."""
+    broken = worker(server.state)
     with ThreadPoolExecutor(4) as pool:
         streams = begin_streams(pool, server, 4)
-        killed.kill()
-        seconds = seconds_until(lambda: is_serving(server), "an answer of the next worker")
+        broken.send_signal(kind)
+        started = time.monotonic()
         results = [stream.result(timeout=PATIENCE_SECONDS) for stream in streams]
-    report(f"an answer of the next worker {seconds:.1f} s after the kill")
     assert all(error is not None for _, error in results)
-    assert worker(server.state).pid != killed.pid
+    until(lambda: not broken.is_running() or broken.status() == psutil.STATUS_ZOMBIE, "the end of the worker")
+    until(lambda: is_serving(server), "an answer of the next worker")
+    report(f"an answer of the next worker {time.monotonic() - started:.1f} s after {kind.name}")
+    assert worker(server.state).pid != broken.pid
     assert server.post(GREEDY).json()["choices"][0]["text"] == expected
 
 
@@ -83,21 +100,6 @@ def test_after_a_request_without_a_worker_the_next_worker_serves(server: Server,
     until(lambda: is_serving(server), "an answer of the next worker")
 
 
-def test_a_hung_worker_is_replaced(server: Server, expected: str) -> None:
-    """It is suspended during two streams; TorchServe kills it after `responseTimeout`."""
-    stopped = worker(server.state)
-    with ThreadPoolExecutor(2) as pool:
-        streams = begin_streams(pool, server, 2)
-        stopped.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        results = [stream.result(timeout=PATIENCE_SECONDS) for stream in streams]
-    assert all(error is not None for _, error in results)
-    until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, "the end of the hung worker")
-    until(lambda: is_serving(server), "an answer of the next worker")
-    report(f"a response timeout of 5 s; an answer of the next worker {time.monotonic() - started:.1f} s after the stop")
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
-
-
 def test_a_worker_killed_repeatedly_while_it_loads_is_restarted(server: Server, expected: str) -> None:
     """TorchServe retries for `maxRetryTimeoutInSec`, until the models are loaded."""
     killed: set[int] = set()
@@ -109,27 +111,10 @@ def test_a_worker_killed_repeatedly_while_it_loads_is_restarted(server: Server, 
                 killed.add(process.pid)
         return len(killed) == KILLS
 
-    killing = seconds_until(kill_another, f"{KILLS} workers")
-    seconds = seconds_until(lambda: is_serving(server), "an answer of the next worker")
+    killing = until(kill_another, f"{KILLS} workers")
+    seconds = until(lambda: is_serving(server), "an answer of the next worker")
     report(f"{KILLS} killed within {killing:.0f} s; an answer {seconds:.1f} s later")
     assert server.post(GREEDY).json()["choices"][0]["text"] == expected
-
-
-def test_a_worker_killed_in_its_first_load_only_delays_the_start() -> None:
-    port = free_ports()
-    state = Server(port).state
-
-    def kill_the_first() -> int:
-        until(lambda: bool(workers(state)), "a worker")
-        first = worker(state)
-        first.kill()
-        return first.pid
-
-    with ThreadPoolExecutor(1) as pool:
-        killed = pool.submit(kill_the_first)
-        with running(port=port) as server:
-            assert worker(state).pid != killed.result()
-            assert is_serving(server)
 
 
 def test_200_disconnected_streams_leave_the_server_idle(server: Server, expected: str) -> None:
@@ -140,7 +125,7 @@ def test_200_disconnected_streams_leave_the_server_idle(server: Server, expected
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(start_and_disconnect, range(200)))
-    report(f"idle {seconds_until(lambda: sequences(server) == (0, 0), 'an idle server'):.2f} s after the last one left")
+    report(f"idle {until(lambda: sequences(server) == (0, 0), 'an idle server'):.2f} s after the last one left")
     assert server.post(GREEDY).json()["choices"][0]["text"] == expected
 
 
@@ -167,7 +152,9 @@ def test_a_client_that_does_not_read_its_stream_delays_no_other(server: Server) 
     assert b"data: [DONE]" in got
 
 
-def test_a_full_queue_is_a_503_and_accepted_requests_are_answered(server: Server, expected: str) -> None:
+def test_a_full_queue_is_a_503_a_body_over_the_limit_a_413_and_accepted_requests_are_answered(
+    server: Server, expected: str
+) -> None:
     """Of 60 long requests a queue of ten accepts ten, and as many more as the worker has taken from it by then."""
     whole = {**LONG, "stream": False}
     with ThreadPoolExecutor(60) as pool:
@@ -175,10 +162,6 @@ def test_a_full_queue_is_a_503_and_accepted_requests_are_answered(server: Server
     report(f"{statuses.count(200)} of 60 were answered, {statuses.count(503)} refused")
     assert set(statuses) == {200, 503}
     assert statuses.count(200) >= 10
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
-
-
-def test_a_body_over_the_limit_is_a_413(server: Server, expected: str) -> None:
     assert server.post({"prompt": "x" * (2 << 20)}).status_code == 413
     assert server.post(GREEDY).json()["choices"][0]["text"] == expected
 

@@ -81,7 +81,7 @@ def test_a_failed_draft_pass_changes_no_stream_and_is_reported(faulty: Server, f
     drafting = {**LONG, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}}
     before = faulty.post({**drafting, "stream": False}).json()["choices"][0]["text"]
     assert faulty.get("/v1/speculation").json()["draft_model_up"]
-    assert draft_model_up(faulty) == [1]
+    assert faulty.metric("draft_model_up") == 1
     with ThreadPoolExecutor(3) as pool:
         streams = begin_streams(pool, faulty, 3, drafting)
         (faults / "draft").touch()
@@ -90,9 +90,4 @@ def test_a_failed_draft_pass_changes_no_stream_and_is_reported(faulty: Server, f
     assert [("".join(pieces), error) for pieces, error in results] == [(before, None)] * 3
     assert not faulty.get("/v1/speculation").json()["draft_model_up"]
     until(lambda: "Decoding goes on without it" in faulty.log(), "a sentence in the log")
-    until(lambda: draft_model_up(faulty) == [0], "the metric")
-
-
-def draft_model_up(server: Server) -> list[float]:
-    """The values of the metric of the draft model's state."""
-    return [value for name, value in server.metrics().items() if name.startswith("specserve_draft_model_up{")]
+    until(lambda: faulty.metric("draft_model_up") == 0, "the metric")

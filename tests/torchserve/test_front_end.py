@@ -33,7 +33,6 @@ VALUES = ["", "x", "{}", "[]", "null", "v1/models", "true", "a" * 3000, "é€",
 ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/models", "", "/%0d%0aa: b", "/é/%ff"]
 SERVICE = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/"
 _numbers = count()
-GRPC_SENTENCE = "send the request as JSON by HTTP"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,6 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def text_of(server: Server, *, stream: bool) -> str:
-    """The answer to a victim's request."""
     answer = requests.post(f"{server.url}/v1/completions", json=VICTIM | {"stream": stream}, timeout=PATIENCE_SECONDS)
     assert answer.status_code == 200, answer.text
     if not stream:
@@ -133,7 +131,7 @@ def test_a_request_by_grpc_is_refused_with_a_sentence(open_server: Server) -> No
         for fields in ({}, {"stream": True}, {"max_tokens": 480, "n": 60}):
             request = prediction({"body": json.dumps(VICTIM | fields).encode()})
             [message] = predict(open_server, request, stream=stream)
-            assert GRPC_SENTENCE in message.decode(errors="replace")
+            assert "send the request as JSON by HTTP" in message.decode(errors="replace")
 
 
 def test_nothing_that_comes_in_changes_the_answers_beside_it(open_server: Server) -> None:

@@ -108,17 +108,8 @@ def operator(store: Path, foreign_python: Path, tmp_path_factory: pytest.TempPat
     (directory / "tmp").mkdir(mode=0o700)
     own = {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp"), "JAVA_HOME": java_home()}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
-    command: list[str | Path] = [
-        foreign_python,
-        "-m",
-        "ts.model_server",
-        "--start",
-        "--ncs",
-        "--foreground",
-        "--model-store",
-        store,
-    ]
-    command += ["--models", "qwen=qwen-1.0.mar", "--ts-config", "config.properties"]
+    options = ["--start", "--ncs", "--foreground", "--models", "qwen=qwen-1.0.mar", "--ts-config", "config.properties"]
+    command: list[str | Path] = [foreign_python, "-m", "ts.model_server", *options, "--model-store", store]
     with (directory / "console.log").open("wb") as console:
         process = subprocess.Popen(command, cwd=directory, env=environment, stdout=console, stderr=console)
     operator = Operator(port, directory=directory)
@@ -139,20 +130,6 @@ def test_the_archive_serves_without_this_project_and_without_torch_in_250_mb(
     worker = operator.worker()
     assert str(foreign_python.parent) in " ".join(worker.cmdline())
     assert worker.memory_info().rss < 250e6
-
-
-def test_the_model_is_scaled_unregistered_and_registered_again(operator: Operator) -> None:
-    text = operator.complete()
-    operator.scale(0)
-    assert operator.workers() == []
-    operator.scale(1)
-    assert operator.complete() == text
-    assert operator.manage("DELETE", "/models/qwen/1.0").ok
-    with pytest.raises(openai.NotFoundError):
-        operator.complete()
-    operator.register("qwen-1.0.mar")
-    until(operator.is_ready, "a worker is ready")
-    assert operator.complete() == text
 
 
 def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:

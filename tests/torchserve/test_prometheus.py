@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import requests
 import yaml
 
 from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, registered, until
+from specserve.observability.metrics import ALL
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -102,12 +104,15 @@ def _send_requests(server: Server, count: int) -> None:
         list(pool.map(send, range(count)))
 
 
-def test_every_query_of_the_dashboard_has_a_finite_result(prometheus: Prometheus) -> None:
+def test_every_query_of_the_dashboard_has_a_finite_result_and_texts_have_a_group(prometheus: Prometheus) -> None:
+    labels = {label for metric in ALL for label in metric.labels} | {"le"}
     for title, query in QUERIES:
+        assert {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")} <= labels
         series = prometheus.evaluate(query)
         assert series, f"The panel '{title}' would be empty: {query}"
         numbers = [float(number) for _, number in (sample["value"] for sample in series)]
         assert any(map(math.isfinite, numbers)), f"The panel '{title}' would show no number: {query}"
+    assert {series["metric"]["group"] for series in prometheus.evaluate(TEXTS)} == {"auto", "holdback", "fixed"}
 
 
 def test_the_autoscalers_query_has_a_result(watched: Server, prometheus: Prometheus) -> None:
@@ -119,8 +124,3 @@ def test_the_autoscalers_query_has_a_result(watched: Server, prometheus: Prometh
         return [float(series["value"][1]) for series in prometheus.evaluate(trigger["metadata"]["query"])] == [0]
 
     until(idle, "a result of 0")
-
-
-def test_metrics_have_a_label_for_the_control_group(prometheus: Prometheus) -> None:
-    groups = {str(series["metric"]) for series in prometheus.evaluate(TEXTS)}
-    assert groups == {"{'group': 'auto'}", "{'group': 'holdback'}", "{'group': 'fixed'}"}

@@ -6,14 +6,15 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
 import requests
+from pydantic import BaseModel, Field
 
 from server import PATIENCE_SECONDS, Server, registered, until
-from streams import ended_sequences, sequences
+from streams import sequences
 
 pytestmark = pytest.mark.server
 
@@ -35,6 +36,20 @@ def pairs(server: Server, llama: Server) -> list[Server]:
     return [server, llama]
 
 
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: Literal[7, 9]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    good: bool
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
 def complete(server: Server, **changes: Any) -> Any:
     """A greedy completion through OpenAI's client."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **changes}
@@ -47,14 +62,14 @@ def stream_text(server: Server, **changes: Any) -> str:
 
 def test_speculation_is_counted_and_does_not_change_greedy_output(pairs: list[Server]) -> None:
     for server in pairs:
-        plain = complete(server, max_tokens=60, extra_body={"speculation": {"mode": "off"}})
+        plain = complete(server, max_tokens=60, logprobs=3, extra_body={"speculation": {"mode": "off"}})
         assert plain.model_extra["speculation"]["drafted_tokens"] == 0
         assert plain.usage.completion_tokens == 60
         for gamma in (1, 2, 5, 15):
             # Lookups alone may be right every time.
             options = {"speculation": {"mode": "fixed", "gamma": gamma, "drafter": "model"}}
-            answer = complete(server, max_tokens=60, extra_body=options)
-            assert answer.choices[0].text == plain.choices[0].text
+            answer = complete(server, max_tokens=60, logprobs=3, extra_body=options)
+            assert answer.choices == plain.choices
             statistics = answer.model_extra["speculation"]
             assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
             assert statistics["rounds"] < 60
@@ -78,29 +93,6 @@ def test_a_chat_uses_the_models_template(pairs: list[Server]) -> None:
         assert (message.role, message.content) == ("assistant", complete(server, prompt=rendered).choices[0].text)
         chunks = completions.create(**CHAT, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
-
-
-def test_include_usage_adds_the_usage_at_the_end_of_a_stream(server: Server) -> None:
-    *chunks, last = complete(server, stream=True, stream_options={"include_usage": True})
-    assert last.choices == []
-    assert last.usage.completion_tokens == 24
-    assert last.model_extra["speculation"]["rounds"] > 0
-    assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_models_are_listed_and_retrieved(server: Server) -> None:
-    models = server.client().models
-    assert [model.id for model in models.list()] == ["tiny", "qwen"]
-    assert models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError):
-        models.retrieve("gpt-4")
-
-
-def test_the_model_url_without_a_route_serves_completions(server: Server) -> None:
-    for url in (server.url, server.url.removesuffix("/1.0")):
-        headers = {"Authorization": f"Bearer {server.key}"}
-        answer = requests.post(url, json={"prompt": PROMPT, "max_tokens": 3}, headers=headers, timeout=PATIENCE_SECONDS)
-        assert answer.json()["object"] == "text_completion"
 
 
 def test_requests_beyond_the_slots_wait_and_all_have_the_output_of_each_alone(server: Server) -> None:
@@ -129,50 +121,89 @@ def test_invalid_requests_are_openais_errors_and_affect_no_other(server: Server)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
 
 
-def test_an_invalid_body_is_a_400_with_openais_error(server: Server) -> None:
-    for content, content_type in (
-        (b"{", "application/json"),
-        (b"[]", "application/json"),
-        (b"", "application/json"),
-        (b'"text"', "application/json"),
-        (b"\xff\xfe", "application/json"),
-        (b"hello", "text/plain"),
-        (b"a=b", "application/x-www-form-urlencoded"),
-        (b'{"prompt": "a", "max_tokens": 1}', "application/x-www-form-urlencoded"),
-        (b'{"prompt": "a", "max_tokens": 1e400}', "application/json"),
-        (b"[" * 5000, "application/json"),
-    ):
-        answer = server.post(data=content, headers={"Content-Type": content_type})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), content
-
-
-def test_a_json_body_is_accepted_with_any_content_type(server: Server) -> None:
+def test_what_torchserve_passes_on_is_read_as_json_or_refused(server: Server) -> None:
+    """With any content type but that of a form, whose fields TorchServe reads: the error says how to send it."""
+    as_json, form = "application/json", "application/x-www-form-urlencoded"
     body = json.dumps({"prompt": PROMPT, "max_tokens": 3})
-    for content_type in ("text/plain", "application/octet-stream", "text/json; charset=utf-8", "", None):
-        answer = server.post(data=body, headers={"Content-Type": content_type})
-        assert answer.json()["object"] == "text_completion", content_type
-
-
-def test_the_error_of_json_that_is_announced_as_a_form_says_how_to_send_it(server: Server) -> None:
-    """What `curl -d` sends: TorchServe reads the body as a form, and what is not `name=value` does not reach us."""
-    body = json.dumps({"prompt": "What is 1+1?", "max_tokens": 3})
-    answer = server.post(data=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
+    for kind in ("text/plain", "application/octet-stream", "text/json; charset=utf-8", "", None):
+        answer = server.post(data=body, headers={"Content-Type": kind})
+        assert answer.json()["object"] == "text_completion", kind
+    assert server.post(data={"body": body}).json()["usage"]["completion_tokens"] == 3
+    invalid = [(content, as_json) for content in (b"{", b"[]", b"", b'"text"', b"\xff\xfe", b"[" * 5000)]
+    invalid += [(b'{"prompt": "a", "max_tokens": 1e400}', as_json), (b"hello", "text/plain"), (b"a=b", form)]
+    for content, kind in [*invalid, (body.encode(), form)]:
+        answer = server.post(data=content, headers={"Content-Type": kind})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), content
     assert "--json instead of -d" in answer.json()["error"]["message"]
-    form = server.post(data={"body": body})
-    assert form.json()["usage"]["completion_tokens"] == 3
 
 
-def test_a_wrong_key_is_torchserves_400(server: Server) -> None:
+def test_the_model_url_without_a_route_serves_completions_and_a_wrong_key_is_torchserves_400(server: Server) -> None:
+    for url in (server.url, server.url.removesuffix("/1.0")):
+        headers = {"Authorization": f"Bearer {server.key}"}
+        answer = requests.post(url, json={"prompt": PROMPT, "max_tokens": 3}, headers=headers, timeout=PATIENCE_SECONDS)
+        assert answer.json()["object"] == "text_completion"
     answer = server.post({}, headers={"Authorization": "Bearer wrong"})
     assert (answer.status_code, answer.json()["type"]) == (400, "InvalidKeyException")
 
 
 def test_a_disconnect_cancels_the_requests_sequences(server: Server) -> None:
-    """`post` returns when the status is sent, which for a whole response is after two seconds."""
-    for stream in (True, False):
-        before = ended_sequences(server, "cancelled")
-        body = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, "stream": stream}
-        server.post(body, stream=True).close()
+    """`post` returns when the status is sent, which for a whole response is after two seconds.
+
+    TorchServe then notices disconnects, and stops sending the request body.
+    """
+    cancelled = "texts_total", 'reason="cancelled"'
+    for changes in ({"stream": True}, {}, {"grammar": "root ::= [a-z ]{900}", "ignore_eos": False}):
+        before = server.metric(*cancelled)
+        body = {"prompt": PROMPT, "n": 100, "max_tokens": 480, "ignore_eos": True, **changes}
+        if "grammar" in changes:
+            with pytest.raises(requests.Timeout):
+                server.post(body, timeout=0.5)
+        else:
+            server.post(body, stream=True).close()
         # TorchServe calls an idle worker only with the next request, which `sequences` sends.
         until(lambda: sequences(server) == (0, 0), "an idle server")
-        until(lambda: ended_sequences(server, "cancelled") > before, "sequences that were cancelled")  # noqa: B023
+        until(lambda: server.metric(*cancelled) > before, "sequences that were cancelled")  # noqa: B023
+
+
+def test_json_follows_its_class_whole_and_streamed_while_speculating(server: Server) -> None:
+    for temperature in (0, 1):
+        answer: Any = server.client().chat.completions.parse(
+            **{**CHAT, "max_tokens": 400, "temperature": temperature}, response_format=Owner
+        )
+        assert isinstance(answer.choices[0].message.parsed, Owner)
+        assert answer.model_extra["speculation"]["accepted_tokens"] > 0
+    responses = server.client().responses
+    options: Any = {"model": "tiny", "input": "Hi", "max_output_tokens": 400, "text_format": Owner, "temperature": 0}
+    with responses.stream(**options) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == responses.parse(**options).output_text
+    assert isinstance(final.output_parsed, Owner)
+
+
+def test_an_unknown_field_is_ignored_and_named_in_a_header(server: Server) -> None:
+    message = {"role": "user", "content": "Hello", "a\r\nset-cookie: b": 1}
+    for stream in (False, True):
+        body = {"messages": [message], "max_tokens": 4, "stream": stream, "temprature": 0}
+        answer = server.post(body, route="/v1/chat/completions")
+        assert answer.status_code == 200
+        assert answer.headers["x-specserve-ignored"] == "temprature, messages[0].a%0D%0Aset-cookie%3A%20b"
+        assert "set-cookie" not in answer.headers
+
+
+def test_a_response_of_four_megabytes_is_received(server: Server) -> None:
+    """Nearly as large as our limit; TorchServe ends a worker whose response exceeds its own limit."""
+    options: Any = {"n": 12, "max_tokens": 400, "logprobs": True, "top_logprobs": 20, "temperature": 1}
+    answer = server.client().chat.completions.create(**CHAT | options, extra_body={"ignore_eos": True})
+    assert len(answer.model_dump_json()) > 4_000_000
+
+
+def test_a_grammar_that_is_too_costly_is_an_error_and_affects_no_other(server: Server) -> None:
+    """A 400, or on a busy machine, where it takes over two seconds to find out, an error object under 200."""
+    hard = 'root ::= (.{1,900} | [^a]{1,900} | ([^b] .{5,900}){1,90}) "z" .{900}'
+    with ThreadPoolExecutor(1) as pool:
+        concurrent = pool.submit(complete, server, max_tokens=300, extra_body={"ignore_eos": True})
+        refused = server.post({"prompt": PROMPT, "max_tokens": 400, "seed": 1, "grammar": hard})
+        assert refused.status_code in {200, 400}
+        assert "grammar cannot be followed further" in refused.json()["error"]["message"]
+        assert concurrent.result().usage.completion_tokens == 300

@@ -35,7 +35,7 @@ def gbnf_to_lark(text: str) -> str:
         raise Unusable(f"it is longer than {MAX_TEXT // 1024} KiB")
     rules = _read(text)
     if len(rules) > MAX_RULES:
-        raise UnusableGrammar(f"it has more than {MAX_RULES} rules")
+        raise Unusable(f"it has more than {MAX_RULES} rules")
     uses = {name: {part[1:-1] for part in parts if part[0] == "<"} for name, parts in rules.items()}
     for name in sorted({"root"}.union(*uses.values()) - rules.keys()):
         raise Unusable(f"the rule {name[:100]!r} is not defined")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-import tiny_models as tiny
 from specserve.cli.models import prepare
 from specserve.engine import kernels
 from specserve.engine.base import Row
@@ -23,17 +22,12 @@ def target(config: str) -> str:
     return str(prepare(Path(config).absolute())["target"])
 
 
-def write_tiny(path: str, architecture: str) -> None:
-    tiny.write_tiny(Path(path), architecture, "target")
-
-
 def encode(model: str, texts: list[str]) -> list[list[int]]:
     loaded = LlamaModel(Path(model))
     return [loaded.encode(text, special=True) for text in texts]
 
 
 def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
-    """For each token except the first of each text: its log-probability, and whether it is the argmax."""
     longest = max(len(tokens) for tokens in texts)
     # Of a model that is loaded after this, our kernels compute, as in the server.
     kernels.use("auto")
@@ -51,9 +45,7 @@ def score(model: str, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
     return scores
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (target, write_tiny, encode, score)
-}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"target": target, "encode": encode, "score": score}
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # the functions may print messages

@@ -1,4 +1,4 @@
-"""Calls our own engine from an environment that has none of our packages."""
+"""Calls our own engine, in the project's own environment, from one that has none of our packages."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ PYTHON = PROJECT / ".venv" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("engine_answers.py")
 
 
-class Ours:
-    """The project's own environment; every call runs a process in it."""
+def target(config: Path) -> Path:
+    """The file of a configuration's target model, which is prepared if it is missing."""
+    return Path(_call("target", str(config)))
 
-    def target(self, config: Path) -> Path:
-        """The file of a configuration's target model, which is prepared if it is missing."""
-        return Path(self._call("target", str(config)))
 
-    def write_tiny(self, path: Path, architecture: str) -> None:
-        self._call("write_tiny", str(path), architecture)
+def encode(model: Path, texts: list[str]) -> list[list[int]]:
+    """The tokens of texts in which control tokens are parsed, as in a request's prompt."""
+    return cast("list[list[int]]", _call("encode", str(model), texts))
 
-    def encode(self, model: Path, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts in which control tokens are parsed, as in a request's prompt."""
-        return cast("list[list[int]]", self._call("encode", str(model), texts))
 
-    def score(self, model: Path, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
-        """For each token except the first of each text: its log-probability, and whether it is the argmax."""
-        return cast("list[list[tuple[float, bool]]]", self._call("score", str(model), texts))
+def score(model: Path, texts: list[list[int]]) -> list[list[tuple[float, bool]]]:
+    """For each token except the first of each text: its log-probability, and whether it is the argmax."""
+    return cast("list[list[tuple[float, bool]]]", _call("score", str(model), texts))
 
-    @staticmethod
-    def _call(function: str, *arguments: object) -> Any:
-        command = [str(PYTHON), str(SCRIPT), function]
-        variables = {**os.environ, "PYTHONPATH": str(PROJECT / "tests" / "support")}
-        text = json.dumps(arguments)
-        outcome = subprocess.run(
-            command, cwd=PROJECT, env=variables, input=text, capture_output=True, text=True, check=False
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        return json.loads(outcome.stdout)
+
+def _call(function: str, *arguments: object) -> Any:
+    command = [str(PYTHON), str(SCRIPT), function]
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT / "tests" / "support")}
+    text = json.dumps(arguments)
+    outcome = subprocess.run(
+        command, cwd=PROJECT, env=variables, input=text, capture_output=True, text=True, check=False
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return json.loads(outcome.stdout)

@@ -1,12 +1,18 @@
-"""Perplexity of the published target is the same with our kernels and with llama.cpp's, except for rounding."""
+"""The default target with our kernels: batch-invariant, and its perplexity is that of llama.cpp's but for rounding."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from perplexity import FAMILIES, forms_of_the_target, score
+from batch_invariance import largest_difference
+from kernel_products import SUPPORTED_VARIANTS
+from perplexity import FAMILIES, score
+from specserve.cli.models import prepare
+from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.engine import kernel_trial, kernels
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 
 pytestmark = pytest.mark.real
 
@@ -30,7 +36,8 @@ def test_perplexity_is_the_same_with_our_kernels_and_llama_cpps() -> None:
     allowed), and this test fails: noise of 0.15 on code, on prose a ratio of 1.070 where 1.048 is allowed and noise of
     0.25. Attention whose scale is 5 % too large does pass here (0.08 and 0.16); tests/engine/test_kernels.py finds it.
     """
-    [published, *_] = forms_of_the_target()
+    # The target is the published file.
+    published = prepare(DEFAULT_CONFIG)["target"]
     stock = score(published, "off", window=WINDOW, most=1)
     ours = score(published, "auto", window=WINDOW, most=1)
     # A format that failed its check at load would be computed by llama.cpp, and agree with it.
@@ -41,3 +48,13 @@ def test_perplexity_is_the_same_with_our_kernels_and_llama_cpps() -> None:
         found = f"{family}: ratio {ratio:.4f}, standard error {error:.4f}, noise {noise:.3f}"
         assert abs(ratio - 1) <= TOLERANCE + CERTAINTY * error, found
         assert noise <= MAX_NOISE[family], found
+
+
+def test_the_default_target_is_batch_invariant() -> None:
+    # With a variant speeds are not compared: beside a busy loop ours may seem the slower ones.
+    kernels.use("auto", variant=next(iter(SUPPORTED_VARIANTS), None))
+    model = LlamaModel(prepare(DEFAULT_CONFIG)["target"])
+    engine = LlamaEngine(model, n_slots=2, context_length=512, threads=2, max_rows=128, max_logits=64)
+    assert largest_difference(engine) == 0
+    engine.close()
+    model.close()

@@ -46,7 +46,6 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether all distributions are one-hot."""
         return self.temperature < _GREEDY_BELOW
 
     @property
@@ -142,7 +141,7 @@ class SequenceStats:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     other_seconds: float = 0.0
-    plain_seconds: float = 0.0  # of the tokens after the first without drafts, by the cost model
+    plain_seconds: float = 0.0  # what `committed` would have taken without drafts, by the cost table
 
     @classmethod
     def total(cls, parts: Iterable[SequenceStats]) -> SequenceStats:

@@ -118,7 +118,6 @@ class AnswerReader:
         return [Reasoning(reasoning)] if reasoning else [] if found else None
 
     def _read_gap(self) -> list[Part] | None:
-        """Read the whitespace after the reasoning."""
         self._held = self._held.lstrip(WHITESPACE)
         if not self._held:
             return None
@@ -161,7 +160,6 @@ class AnswerReader:
         return Call(self.calls - 1, f"call_{secrets.token_hex(12)}", name)
 
     def _read_before(self) -> list[Part] | None:
-        """Read what stands between a call's name and its arguments."""
         found = take(self._form.rest, self._held, 0, self._names)
         if isinstance(found, tuple):
             self._held, self._read = self._held[found[0] :], self._read_arguments

@@ -71,7 +71,7 @@ class Response:
 
 
 class GenerationResponse(Response):
-    """A response that sequences write, prompt by prompt, to a request that has named the model so."""
+    """A response that sequences write, ordered by prompt; `model` is the model's name as the request gives it."""
 
     def __init__(
         self,
@@ -93,7 +93,6 @@ class GenerationResponse(Response):
         self._readers = {sequence: form.reader() for sequence in sequences}
 
     def _parts(self, sequence: TextSequence) -> list[Part]:
-        """Read the parts of an answer since the last call."""
         return self._readers[sequence].read(sequence.take_text(), done=sequence.done)
 
     def _finish_reason(self, sequence: TextSequence) -> Literal["stop", "length", "tool_calls"] | None:

@@ -136,7 +136,6 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
 
 
 def run(options: Namespace) -> int:
-    """Print all findings; return 1 if something should be done."""
     _, handler = load_yaml(options.config)
     findings = []
     # With --json, stdout is for the JSON object only.

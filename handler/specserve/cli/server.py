@@ -177,7 +177,6 @@ def base_url(state: State) -> str:
 
 
 def first_completion(state: State) -> str:
-    """Request a completion, and return its text and its speed."""
     # An explicit mode, so that the request never is in the control group.
     body = {"prompt": _FIRST_PROMPT, "max_tokens": 64, "temperature": 0, "speculation": {"mode": "auto"}}
     begun = time.monotonic()

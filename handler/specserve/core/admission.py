@@ -1,9 +1,9 @@
-"""Who of the waiting sequences gets a slot, and who of the running ones gives theirs back.
+"""Admission: which waiting sequences get a slot, and which running sequences are preempted for them.
 
-Clients take turns, and so do the requests of a client. A sequence that waits for room is passed by smaller ones until
-it has waited for `_AGED_SECONDS`. Then sequences that came after it are preempted for it, and those of a client with
-more than its share; other clients' once they have committed `_TURN_TOKENS` in their slot. So all get to their end: any
-fits alone, and one that gives way to another client has committed tokens before.
+Clients take turns, and so do the requests of a client. Smaller sequences overtake a sequence that waits for room until
+it has waited for `_AGED_SECONDS`. Then sequences that arrived after it, and sequences of clients above their share, are
+preempted for it; those of other clients only once they have committed `_TURN_TOKENS` in their slot. So every sequence
+finishes: any one fits alone, and one that is preempted for another client has committed tokens before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _AGED_SECONDS, _TURN_TOKENS = 10.0, 256
 # More pending tokens are a long prefill. Half of the slots may have one at a time; three quarters, if another is
 # shorter than all of these: the others are left to short prompts.
 LONG_PREFILL = 256
-# The most texts that are looked at in a round and get no slot: long ones, which take 3 ms each if 30,000 tokens of each
-# are cached, and others of a client, whose requests may have thousands of answers.
+# The most sequences that a round examines and gives no slot: long ones, which take 3 ms each if 30,000 of their
+# tokens are cached, and sequences of one client, whose requests may have thousands of answers.
 _LONG_ONES, _OTHERS = 8, 64
 
 # What a sequence waits for: another one that prefills the same, a long prefill's end, or a slot and cells.
@@ -87,9 +87,9 @@ class Waiting:
         self._blocked += 1
 
     def preempt_one(self) -> None:
-        """Preempt for those that outgrow the cache: of the client that has most, the sequence admitted last.
+        """Preempt a sequence because others outgrow the cache: the one admitted last of the client with the most cells.
 
-        That is not the oldest of all before it has had its turn, so that there is always one that gets on.
+        The oldest of all sequences is spared until it has had its turn, so that one sequence always makes progress.
         """
         held = self._cells()
         last = [sequence for sequence in self.running if held[sequence.info.client] == max(held.values())][-1]
@@ -177,8 +177,8 @@ class Waiting:
         """The waiting sequences in the order in which they are admitted.
 
         Clients take turns, so that one with many requests delays no other, and the requests of a client, so that a
-        large `n` does not. Those that have aged come first, unless their client has more than its share; of one client
-        the oldest of them before its others, and then those that were preempted.
+        large `n` does not. Aged sequences come first, unless their client is above its share. Within a client, aged
+        sequences come first, by arrival, then preempted ones, then the others.
         """
         by_request = self._in_turns(self._queue, lambda sequence: sequence.info.request)
         by_request.sort(

@@ -26,12 +26,13 @@ def engine_thread() -> ThreadPoolExecutor:
 class EngineLoop:
     """Runs rounds of a scheduler in the engine thread, one time slice at a time.
 
-    A slice is the rounds that begin within a time, at least one. Each call of TorchServe's thread waits with `join` for
-    the slice that the call before started, cut to its current round by `interrupt` where requests are new or gone; if
-    there was none, `run` runs one while the call waits; `start` begins the next, which runs on after the call has
-    returned. Between `join` and that no slice runs, and the scheduler may be used from outside.
+    A slice is all rounds that begin within `slice_seconds`, at least one. Each call of TorchServe's thread first waits,
+    in `join`, for the slice that the previous call started; `interrupt` ends that slice after its current round if
+    requests are new or gone. If no slice was started, `run` runs one while the call waits. Finally `start` begins the
+    next slice, which goes on after the call has returned. Between `join` and `start` no slice runs except in `run`, so
+    the scheduler may be used from outside.
 
-    Where no sequence is left, `start` lets the engine thread store prefixes instead, until the next `join`.
+    If no sequence is left, `start` lets the engine thread store prefixes instead, until the next `join`.
     """
 
     # After which a slice begins no further round: TorchServe's turn between two calls takes 1.2 to 2.3 ms.
@@ -51,8 +52,8 @@ class EngineLoop:
     def start(self) -> None:
         """Start a slice and return, so that rounds go on during TorchServe's turn of some milliseconds.
 
-        None is started where a prompt is prefilled: these rounds are long, and what has come during the last one is
-        only known in the next call, which would wait for another one first.
+        No slice is started while a prompt is prefilled: such rounds are long, and requests that arrived during the last
+        one become known only in the next call, which would first have to wait for another round.
         """
         if not self._scheduler.busy:
             self._called.clear()

@@ -75,8 +75,8 @@ def load_models(config: HandlerConfig) -> Models:
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     draft_model = None
-    # This thread runs all passes, and is bound to one core from the first one on. The other one runs none, and starts
-    # before that, since it inherits the cores of this one.
+    # This thread runs all passes, and the first pass binds it to one core. The loading thread runs no pass; it starts
+    # before the first pass, because it inherits this thread's cores.
     with ThreadPoolExecutor(1, "loading") as beside:
         loading = beside.submit(_load, config.draft) if config.draft else None
         target_model = _load(config.target)

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Blocks that are copied to host memory after each round, which takes 1 ms for 1.5B.
 _BLOCKS_AFTER_A_ROUND = 2
-# Blocks that are copied at most in a round that needs their slots: 8,192 tokens, .13 s for 1.5B. What is beyond them is
-# prefilled again. And tokens that come back in a round, in as long (worst_cases.py).
+# The most blocks that a round copies to host memory because it needs their slots: 8,192 tokens, .13 s for 1.5B; tokens
+# beyond them are prefilled again. And the most tokens that a round copies back, in the same time (worst_cases.py).
 _BLOCKS_A_ROUND, _TOKENS_A_ROUND = 256, 2048
 # Tokens that a slot loses at least when room is needed, so that this is not done in every round. No command prints it.
 _LEAST_LOSS = 256
@@ -41,10 +41,10 @@ class Match(NamedTuple):
 class PrefixCache:
     """Assigns slots to sequences; a free slot keeps its tokens for later prompts of its owner that share a prefix.
 
-    It keeps them until a sequence needs the room: then the slots that were not used for longest lose theirs, from the
-    end on, so that the beginning stays of use.
+    It keeps them until a sequence needs the room: then the least recently used slots lose their tokens, the last ones
+    first, so that the beginning stays reusable.
 
-    The draft model's cache has the same slots, but is not stored: the model reads no more than its window anew.
+    The draft model's cache has the same slots, but is not stored, because the model rereads no more than its window.
     """
 
     def __init__(self, target: KVCache, drafters: Drafters, store: PrefixStore | None = None) -> None:

@@ -1,12 +1,12 @@
 """Continuous batching: admits sequences, plans a round over all that run, runs it, and ends what is complete.
 
-All sequences share the cells of the target's KV cache. Who is admitted is promised some (admission.py); where running
-sequences need more than there are, one of the client that has most is preempted: it loses its slot, and waits before
-the others of its client until its tokens fit again. What of them is no longer cached by then is prefilled, generated
-tokens included.
+All sequences share the cells of the target's KV cache. Admission promises a sequence some of them
+(admission.py). When the running sequences need more cells than there are, a sequence of the client with the most cells
+is preempted: it loses its slot, and waits ahead of its client's other sequences until its tokens fit again. Tokens that
+are no longer cached by then are prefilled again, generated ones included.
 
-Prefills share a round's rows: half are the oldest one's, and the others go to those with the least left. So a short
-prompt waits for no long one, and a long one takes at most twice as long, however many short ones come.
+Prefills share a round's rows: half go to the oldest prefill, the others to the prefills with the fewest tokens left. So
+no short prompt waits for a long one, and a long one takes at most twice as long, however many short ones arrive.
 """
 
 from __future__ import annotations

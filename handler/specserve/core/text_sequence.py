@@ -145,7 +145,6 @@ class TextSequence(Sequence):
         return self._detokenizer.ready
 
     def take_text(self) -> str:
-        """The text that was released since the last call."""
         self._last_text = self._detokenizer.take()
         return self._last_text
 

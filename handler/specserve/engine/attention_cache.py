@@ -26,11 +26,11 @@ class AttentionCache:
     def computing(
         self, positions: NDArray[np.int32], *, saved: NDArray[np.uint8] | None, head: NDArray[np.int32] | None
     ) -> Iterator[None]:
-        """A pass of this cache's context, over rows at these positions, is computed meanwhile.
+        """Set the options of the pass that the context computes in the `with` block, over rows at these positions.
 
-        With what `save` returned for these rows nothing is computed, but that copied into the cache. Of the model's
-        head only some groups of columns are computed (draft_head.py), and the other logits are -inf; a head in a format
-        without a kernel here is always computed as a whole.
+        With `saved`, what `save` returned for these rows, the pass computes nothing and copies `saved` into the cache.
+        With `head`, the pass computes only these groups of the model's head (draft_head.py), and the other logits are
+        -inf; a head in a format without a kernel here is always computed as a whole.
         """
         source = None if saved is None else saved.ctypes.data
         library().specserve_begin_pass(self._handle, positions.ctypes.data, positions.size, source)

@@ -67,11 +67,11 @@ class Engine(Protocol):
     n_slots: int
     n_cells: int  # tokens that all slots hold at most, shared ones counted once, alternatives not
     slot_length: int  # tokens that a slot holds at most
-    width: int  # of a row of logits: the size of the vocabulary
-    max_rows: int  # of a forward pass
-    max_logits: int  # of its rows, so many may want logits
-    max_alternatives: int  # and so many may be alternatives
-    token_bytes: int | None  # of a token's keys and values in all layers; None if they cannot be saved
+    width: int  # the length of a row of logits: the size of the vocabulary
+    max_rows: int  # the most rows of a forward pass
+    max_logits: int  # the most rows of a pass that may want logits
+    max_alternatives: int  # the most rows of a pass that may be alternatives
+    token_bytes: int | None  # the size of a token's keys and values in all layers; None if they cannot be saved
 
     def cached_len(self, slot: int) -> int:
         """Return how many tokens of a slot are cached, alternatives not counted."""

@@ -29,9 +29,9 @@ class KVCache:
     draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
     at position 0. All positions here are those of the text.
 
-    All slots share `n_cells` cells of one token each. Slots that a copy has made alike share the cells of what they
-    have in common, so these count once. The slots of running sequences are pinned; others may be emptied for their
-    cells. Nobody else adds tokens to the engine's cache, but in slots that hold none.
+    All slots share `n_cells` cells of one token each. After a copy, both slots share the cells of their common prefix,
+    and a shared cell counts once. The slots of running sequences are pinned; others may be emptied for their cells.
+    Only this class adds tokens to the engine's cache, except to slots that are empty.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -39,7 +39,7 @@ class KVCache:
         self.n_slots, self.n_cells = engine.n_slots, engine.n_cells
         self._tokens: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._start = [0] * self.n_slots
-        # By slot, the cell of each token; a number stands for no place in memory: that only the engine knows.
+        # By slot, the cell of each token. A cell is only an identity here; its place in memory only the engine knows.
         self._held: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._cells = count()
         # By cell, how many slots hold it, and how many of these are pinned; without those that none does.
@@ -103,7 +103,6 @@ class KVCache:
         return self._owner[slot]
 
     def prefixes(self, owner: Owner, tokens: list[int], max_length: int) -> list[int]:
-        """By slot, see `prefix`."""
         return [self.prefix(slot, owner, tokens, max_length) for slot in range(self.n_slots)]
 
     def prefix(self, slot: int, owner: Owner, tokens: list[int], max_length: int) -> int:

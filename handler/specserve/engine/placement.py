@@ -35,8 +35,8 @@ _LOG_SECONDS = 600.0
 # The speed of a pass grows with its threads to the power of this: two are 1.5 times as fast as one, memory being shared
 # (benchmarks/neighbours.py).
 _SCALING = 0.6
-# A choice has to promise so much more speed than the present one, over the number of its threads: a third of what one
-# more thread brings. The shares are estimates.
+# A new choice has to promise this much more speed than the present one, divided by its number of threads: a third of
+# what one more thread brings. The threshold exists because the shares are estimates.
 _MARGIN = 0.2
 # The share of a core that others may take without being counted: system services do.
 _NEGLIGIBLE = 0.1

@@ -58,7 +58,6 @@ class CallForm:
 
     @cached_property
     def closing(self) -> list[str]:
-        """The elements after the last arguments of a block."""
         return _elements(self.call.partition(ARGUMENTS)[2] + self.end)
 
 

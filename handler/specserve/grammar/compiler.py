@@ -212,7 +212,6 @@ class GrammarCompiler:
 
     @cached_property
     def tokenizer(self) -> llguidance.LLTokenizer:
-        """The vocabulary as llguidance reads it."""
         return llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Pieces(self._vocabulary)), eos_token=self._vocabulary.end_tokens()
         )

@@ -64,8 +64,8 @@ class Constraint:
 
     Every method is a function of `tokens` alone, the answer's tokens followed by drafts, but for the two budgets. State
     between calls is only a cache, so rejected drafts need no undoing: where a draft leads to a dead end, only answers
-    with that draft have no mask. A `ConstraintError` concerns others only if it is the lexer's (`CompiledGrammar`), and
-    further calls only if the budget is spent, which all answers of the request share.
+    with that draft have no mask. A `ConstraintError` affects other answers only if the lexer raised it
+    (`CompiledGrammar`), and later calls only if the budget is spent, which all answers of the request share.
     """
 
     allows_text = False

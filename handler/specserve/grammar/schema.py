@@ -212,7 +212,6 @@ class _Reader:
             schema["minProperties"] = len(names) + 1
 
     def check_cost(self) -> None:
-        """Refuse a schema that would take too long to compile."""
         schemas = [schema for schema in self.copies.values() if isinstance(schema, dict)]
         joins = any(map(_joins, schemas))
         named = [len(schema.get("properties", {})) for schema in schemas]
@@ -247,7 +246,6 @@ class _Reader:
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
 
     def _place(self, pointer: str) -> str:
-        """Return where the copy of a subschema stands."""
         before = place = ""
         for step in pointer.split("/")[1:]:
             before += f"/{step}"

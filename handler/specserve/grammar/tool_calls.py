@@ -52,10 +52,10 @@ def call_grammar(
     is_whole: bool,
     otherwise: str | None = None,
 ) -> str:
-    """Return, in llguidance's Lark, the grammar of a whole answer in the model's own form, or else of a block in any.
+    """Return llguidance's Lark for an answer in the model's own form if `is_whole`, else for a block in any form.
 
-    `schemas` has by tool the JSON schema of its arguments in the model's layout and in any, as the compiler takes it,
-    and `otherwise` is that of a whole answer without calls.
+    `schemas` has two JSON schemas of each tool's arguments, as the compiler takes them: in the model's layout and in
+    any. `otherwise` is the schema of a whole answer without calls.
     """
     spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
     marks = "|".join(map(re.escape, spelled))

@@ -12,12 +12,12 @@ from specserve.sequence import SamplingParams
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.intp]
 
-# Columns of the matrix whose lines are consecutive weights: long lines are added fast, and sums of columns are few
-# beside a vocabulary of 150,000 tokens.
+# Weights are summed as a matrix whose lines are this many consecutive weights: adding long lines is fast, and there are
+# few column sums compared with a vocabulary of 150,000 tokens.
 _COLUMNS = 1024
 
-# In logits: those further below the largest hold a few thousandths of the probability together, and most of the
-# vocabulary.
+# In logits: the tokens further below the largest logit are most of the vocabulary, but together have only a few
+# thousandths of the probability.
 _NEGLIGIBLE = 12.0
 
 

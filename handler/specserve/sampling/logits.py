@@ -59,11 +59,11 @@ def restrict(logits: FloatArray, sampling: SamplingParams, n_output: int) -> Flo
 
 
 def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[int]) -> FloatArray:
-    """The logits of the token after a sequence and these drafts of it, of which p, or q of a draft, is made.
+    """Apply the request's fields to the logits after a sequence and its drafts; p, or q of a draft, is made of them.
 
     The grammar comes after biases, so that nothing can make a token possible that it forbids.
 
-    They have shape (vocabulary,), are not changed, and are returned where the request changes nothing.
+    `logits` has shape (vocabulary,) and is not changed; it is returned itself if the request changes nothing.
 
     Raises:
         ConstraintError: the request's grammar cannot be followed further, or the request forbids every token.

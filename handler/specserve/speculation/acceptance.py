@@ -1,9 +1,9 @@
 """How likely draft tokens are to be accepted, learned online from those that verification reached.
 
-Each drafter states its confidence in the tokens it proposes; one calibration a drafter maps confidence to acceptance,
-over all sequences. Of a token that the draft model has not drafted yet there is no confidence: one fading average a
-sequence says how often the model's drafts are accepted there. What follows a rejection was never compared, so it
-teaches nothing.
+Each drafter states its confidence in the tokens it proposes; one calibration per drafter maps confidence to acceptance,
+over all sequences. A token that the draft model has not drafted yet has no confidence: a fading average per sequence
+says how often the model's drafts are accepted there. Drafts after a rejection were never compared, so nothing is
+learned from them.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class Acceptance:
             self._learn_alternatives(step, committed[n_accepted])
 
     def _learn_average(self, step: SequenceStep, p: TargetDistributions, outcomes: list[float]) -> None:
-        """Let the average follow the outcomes of the model's drafts, or what the target's confidence lets expect.
+        """Update the average by the outcomes of the model's drafts, or else by what the target's confidence predicts.
 
-        Without drafts only that shows when they would be accepted again; it takes 0.2 ms.
+        Without drafts, only the target's confidence shows when drafts would be accepted again; it takes 0.2 ms.
         """
         by_target = self._calibration(step.sequence, "target")
         if step.drafts and step.drafts[0].drafter == "model":

@@ -15,9 +15,9 @@ FloatArray = NDArray[np.float64]
 # Passes whose median the factor is, so up to 4 that the machine held up do not move it
 # (tests/engine/test_busy_minutes.py).
 _PASSES = 9
-# What the draft model's passes have shown is forgotten after so many passes of the target without one, or when the
-# log of the target's factor has changed by so much since: only drafting can correct it. To try a draft model that has
-# become 8 times as slow takes some 4 passes of the target, all 800 (tests/engine/test_busy_minutes.py).
+# The draft model's own factor is reset after this many target passes without a draft pass, or when the log of the
+# target's factor has changed by this much since: only drafting can correct the draft's. Every 800 target passes, a
+# retry of a draft model that has become 8 times as slow costs some 4 target passes (tests/engine/test_busy_minutes.py).
 _FORGOTTEN_AFTER, _CHANGED = 800, 0.2
 # Tokens of the KV cache that share one entry; with 256 the means of benchmarks/simulate.py change by .004 at most.
 _GRAIN = 64

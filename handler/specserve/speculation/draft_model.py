@@ -20,8 +20,8 @@ _SHARED_ROWS = 16
 class DraftModel:
     """A small model that drafts tokens.
 
-    It need not read a whole sequence, since its drafts are verified: where it lags by more than `window` tokens, or its
-    slot has no room for more, it begins anew that far before the end. What another slot holds of a sequence is copied.
+    It need not read a whole sequence, since its drafts are verified. If it lags by more than `window` tokens, or its
+    slot is full, it restarts `window` tokens before the end. A prefix that another slot holds is copied, not read.
     The slots of its cache are those of the target, whose rows are `vocabulary` wide.
     """
 

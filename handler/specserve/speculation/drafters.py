@@ -3,9 +3,9 @@
 The proposers (proposers.py, ngram.py) are asked first and again after every token of the draft model, so one draft may
 mix drafters.
 
-A drawn token is never taken back. Whether a further one is drawn is decided before it is, also by what was drawn for
-other sequences, with numbers that no two share. So the length of a draft is a stopping time, which every rule of
-rejection.py allows.
+A sampled draft token is never taken back. The decision to sample another one precedes the sampling; it may depend on
+the tokens sampled for other sequences, because no two sequences share random numbers. So the length of a draft is a
+stopping time, which every rule of rejection.py allows.
 
 An end token ends the drafts of a step, and so does the end of a grammar. Under a grammar a token is drafted only after
 the mask at its position is computed, so verification lacks at most the mask after all drafts.

@@ -117,8 +117,8 @@ def _fill(engine: Engine, length: int) -> None:
 def _times(engine: Engine, start: int, rows: Sequence[int], clock: Callable[[], float]) -> dict[int, float]:
     """Seconds of passes after the `start` tokens that slot 0 holds, by number of rows.
 
-    Timings are interleaved, so that a slow moment of the machine meets all; of each number it is the median of the
-    faster half, since nothing makes a pass too fast.
+    Timings are interleaved, so that a slow moment of the machine affects all numbers of rows alike. The result for each
+    number is the median of its faster half, since nothing makes a pass too fast.
     """
     seen: dict[int, list[float]] = {count: [] for count in rows}
     for number in range(_TIMINGS):

@@ -40,8 +40,8 @@ _RATES = {
 
 # Stands between the texts of a pool, and equals no token.
 _BETWEEN = -1
-# Memory for pools, in pools of full length, at 16 bytes a token; and the least tokens that one counts as, since an
-# empty index takes 600 bytes.
+# The memory limit of all pools together, in full pools (16 bytes a token), and the minimum size of a pool in tokens:
+# even an empty index takes 600 bytes.
 _FULL_POOLS, _LEAST_POOL = 8, 512
 # Occurrences that are compared to find an answer in its prediction again: with 16 an edit with twelve changes takes 4 %
 # more rounds.
@@ -217,7 +217,7 @@ class _Aligned:
 
     def __init__(self, prediction: abc.Sequence[int]) -> None:
         self.index = NgramIndex(_IN_TEXT, prediction)
-        # After so many tokens the answer was surely at this position, last: twice a hashed run agreed.
+        # The last sure alignment, a match of twice a hashed run: the answer's length, and the prediction's position.
         self.answered = self.position = 0
 
     def find(self, answered: int, suffix: abc.Sequence[int]) -> tuple[int, int] | None:

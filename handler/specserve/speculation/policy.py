@@ -36,11 +36,11 @@ from specserve.speculation.step import SequenceStep
 
 # Optimistic probe: if four drafts at 95 % do not pay, nothing is drafted in this round.
 _LIKELY, _FEW = 0.95, 4
-# What drafts may cost a sequence, net of what they brought, before the draft model pauses: passes of plain decoding,
-# and a share of the answer's (tests/engine/test_simulation.py).
+# The loss budget: the draft model pauses once drafts have cost a sequence more than they gained by this many passes of
+# plain decoding, plus this share of the answer's passes (tests/engine/test_simulation.py).
 _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
-# What is left of a sequence's recent tokens and time after another round, and the most that its speed-up counts for:
-# where a long copy ends, its speed is no longer to be had (benchmarks/decode.py --modes adaptive).
+# The decay of a sequence's recent tokens and passes per round, and the cap on its recent speed-up: when a long copy
+# ends, its speed ends with it (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
 # How much dearer a round's time becomes by each further sequence: four clients on Zen 5 get 1.168 times plain decoding
 # with .12, 1.180 with .18, 1.183 with .25; two on a slow Zen 4 get 1.179, 1.183 and 1.177 times
@@ -162,7 +162,7 @@ class Controller:
         return self._balances.setdefault(sequence, Balance())
 
     def forget(self, sequence: Sequence) -> None:
-        """Keep nothing of a sequence that has ended but its length; one that was cut off at its limit would go on."""
+        """Forget an ended sequence except its length, which counts as infinite if the token limit cut it off."""
         if sequence.generated:
             self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
         self._balances.pop(sequence, None)
@@ -172,9 +172,9 @@ class Controller:
     ) -> Prices:
         """What passes cost in this round, in which at least one sequence decodes.
 
-        A second yields the sum of the sequences' speed-ups, and 1 for each that awaits its first token, divided by the
-        seconds of a pass without drafts; a margin for each further sequence, which a rejected draft delays. The KV
-        lengths are how many tokens a row attends to.
+        A second is worth the sum of the sequences' speed-ups, plus 1 for each sequence that awaits its first token,
+        divided by the seconds of a pass without drafts. Each further sequence adds a margin, because a rejected draft
+        delays it too. The KV lengths are the numbers of tokens that a row attends to.
         """
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)
@@ -211,9 +211,9 @@ class Controller:
         return [max(0, min(drafts, most)) for drafts in asked]
 
     def steps_to_draft(self, steps: abc.Sequence[SequenceStep], prices: Prices) -> list[SequenceStep]:
-        """The steps that could get drafts, without any yet: beside many sequences asking all takes 2 % of a round.
+        """The steps that may get drafts, before any is drafted; asking for each of many steps takes 2 % of a round.
 
-        It takes note in those that the draft model drafts nothing for.
+        Sets `model_ended` on the steps for which the draft model drafts nothing.
         """
         able = [step for step in steps if step.max_drafts > 0]
         fixed = [step for step in able if _is_fixed(step)]
@@ -262,7 +262,7 @@ class Controller:
         return Candidate(step.p_all_accepted, acceptance, step.rows_left, draft_prefill)
 
     def _following(self, sequence: Sequence) -> float:
-        """The tokens that nine of ten answers that had as many as this one had after those, at least one."""
+        """A cautious estimate of the tokens still to come: 90 % of answers that got this far had more; at least 1."""
         longer = sorted(length for length in self._lengths_like(sequence) if length > sequence.generated)
         length = longer[int(_SHORTER * len(longer))] if longer else 2.0 * sequence.generated
         return max(1.0, min(sequence.remaining, length - sequence.generated))

@@ -6,9 +6,10 @@ sampled from p.
 
 A rule accepts the first drafts, 0 to gamma of them, and adds one token of the target: after a rejection the recovered
 token, which replaces the first rejected draft; after gamma accepted drafts the bonus token. Indices count from 0: p_i
-is the target's distribution after i drafts, and draft x_i was sampled from q_i. Whether to draft x_i is settled before
-x_i is sampled, and by nothing that tells of the sequence's further numbers: by the drafts before it, by q_i, by what
-other sequences have drawn with numbers of their own. So the number of drafts is a stopping time.
+is the target's distribution after i drafts, and draft x_i was sampled from q_i. The decision to draft x_i is
+made before x_i is sampled, and reveals nothing about random numbers that the sequence has still to draw: it depends on
+the drafts before x_i, on q_i, and on what other sequences drew with random numbers of their own. So the number of
+drafts is a stopping time.
 
 A greedy request is verified by `accept_equal`. One that samples is verified by the rule that it asks for; if it asks
 for none, by `verify_coupled` if it has a seed, so that its output repeats, else by `verify_block`.
@@ -79,9 +80,10 @@ def verify_block(p: Distributions, q: Distributions, drafts: abc.Sequence[int], 
     h_gamma = w_gamma, below gamma h_n = s_n / (s_n + 1 - w_n) with s_n = sum max(0, w_n p_n - q_n). Then, given the
     first n drafts, n or more are accepted with probability w_n.
 
-    Proof, from gamma down: n + 1 or more are accepted with probability w_{n+1}, on average over x_n that is
-    sum min(w_n p_n, q_n) = w_n - s_n; otherwise n succeeds (0 always), so together (w_n - s_n) +
-    (1 - w_n + s_n) h_n = w_n. Exactly n are accepted with probability s_n, and the next token is then recovered from
+    Proof by induction from n = gamma down. Given the first n + 1 drafts, n + 1 or more are accepted with probability
+    w_{n+1}; averaged over x_n, that is sum min(w_n p_n, q_n) = w_n - s_n. Otherwise n succeeds with probability h_n
+    (h_0 = 1). So n or more are accepted with probability (w_n - s_n) + (1 - w_n + s_n) h_n = w_n.
+    Exactly n are accepted with probability s_n, and the next token is then recovered from
     max(0, w_n p_n - q_n) / s_n. So the token after n drafts is x with probability min(w_n p_n(x), q_n(x)) +
     max(0, w_n p_n(x) - q_n(x)) = w_n p_n(x): given that n or more are accepted, it is distributed as p_n.
 
@@ -149,7 +151,7 @@ def likeliest(q: FloatArray, _index: int, _noise: Noise) -> int:
 
 
 def next_in_race(q: FloatArray, index: int, noise: Noise) -> int:
-    """The token that wins the race of `sample_coupled` among those not excluded by a 0 in q; any where none is left."""
+    """The winner of the race of `sample_coupled` among the tokens with q > 0; an arbitrary token if there is none."""
     return sample_coupled(q, index, noise) if q.any() else 0
 
 

@@ -84,7 +84,7 @@ def run_round(
                 _accept(target, drafters, step, logits[first:end])
         first = end
     measured = (passed if has_extras else clock()) - drafted
-    # Of rows that attend to little and rows that attend to much it shows what the average row takes.
+    # Rows attend to different numbers of tokens, so the pass counts as one of rows with their mean KV length.
     cost.observe(sum(row_counts), sum(map(mul, row_counts, kv_lens)) // sum(row_counts), measured)
 
 
@@ -114,7 +114,8 @@ def _share_time(
 def _accept(target: KVCache, drafters: Drafters, step: SequenceStep, logits: FloatArray) -> None:
     """Commit the tokens of one step, if it is not a prefill chunk, and truncate both caches to them.
 
-    The caches then hold what is committed, but for its last token. An error leaves them to the caller.
+    The target's cache then holds all committed tokens but the last, and the draft model's holds some of the same. If
+    the step fails, the caller clears both caches.
 
     The logits have shape (`rows_with_logits` + `draft_rows`, vocabulary): after the pending tokens that need some,
     after each draft, and after each alternative.

@@ -23,7 +23,7 @@ class Alternative(NamedTuple):
 
     draft_index: int  # of the draft that it would replace
     token: int  # the draft model's next choice after the draft and the alternatives before it
-    share: float  # of the probability that these leave
+    share: float  # the token's part of the probability that the draft and the alternatives before it leave
     gain: float  # the estimated probability that it is recovered; the round then commits one more token
 
 
@@ -45,10 +45,10 @@ class TimeShare:
     draft: float = 0.0
     target: float = 0.0
     other: float = 0.0
-    # By the cost table.
-    draft_model: float = 0.0  # of its passes
-    plain: float = 0.0  # what the target's pass would have taken of its time, had no sequence drafted
-    target_drafts: float = 0.0  # what its drafts add to the target's pass
+    # Estimates by the cost table.
+    draft_model: float = 0.0  # the step's part of the draft model's passes
+    plain: float = 0.0  # the step's part of the target's pass if no sequence had drafted
+    target_drafts: float = 0.0  # what the step's drafts add to the target's pass
 
     @property
     def target_pass(self) -> float:
@@ -59,14 +59,14 @@ class TimeShare:
 class SequenceStep:
     # The scheduler plans.
     sequence: Sequence
-    num_computed_tokens: int  # tokens of it that the target's cache holds before the round
-    rows: int  # of its pending tokens that the target reads; fewer than all in a prefill chunk but the last
+    num_computed_tokens: int  # tokens of the sequence that the target's cache holds before the round
+    rows: int  # pending tokens that the target reads in this round: all, except in a prefill chunk before the last
     max_drafts: int = 0  # rows for draft tokens and alternatives; 0 in a prefill
     running: int = 1  # sequences
     # The round adds.
     drafts: list[Draft] = field(default_factory=list)
-    # The first token of each proposal for the round's first position of which nothing was drafted; p_0 shows all the
-    # same if it was right, so its drafter learns.
+    # The first token of each proposal from which nothing was drafted, at the round's first position. p_0 still shows
+    # whether the token was right, so its drafter learns from it.
     refused: list[Draft] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)  # that the target reads
     model_ended: bool = False  # whether the draft model drafts no more
@@ -77,7 +77,7 @@ class SequenceStep:
     seconds: TimeShare = field(default_factory=TimeShare)
     # What holds before the round.
     position: int = field(init=False)  # the length of the answer
-    in_prefill: bool = field(init=False)  # of the prompt, or of what a preempted sequence had before
+    in_prefill: bool = field(init=False)  # whether it prefills the prompt, or what a preempted sequence had before
     commits: bool = field(init=False)  # whether it is to commit tokens; with `max_tokens` 0 none is wanted
     noise: Noise = field(init=False)
     # The grammar's mask after so many drafts, shape (vocabulary,); None allows all tokens.

@@ -43,8 +43,8 @@ class Context(Protocol):
 def receive(context: Context, index: int, data: Mapping[str, Any]) -> Incoming:
     """Read a request that TorchServe hands over.
 
-    It has headers as the client has spelt them, of several with one spelling the last, and among them what it knows of
-    the parts of a form, as dictionaries by their names.
+    TorchServe keeps headers as the client spelled them; of several with the same spelling, it keeps the last. Among the
+    headers it puts what it knows of the parts of a form, as dictionaries by their names.
     """
     given = {name: value for name, value in context.get_all_request_header(index).items() if isinstance(value, str)}
     headers: dict[str, str] = {}

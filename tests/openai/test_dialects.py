@@ -25,7 +25,7 @@ OFF: tuple[list[Any], list[Any]] = ([False, 0, [], {}], [True, 0.5, ["a"], {"a":
 NONE: tuple[list[Any], list[Any]] = ([], [{}, 0, "a"])
 NEUTRAL: dict[str, tuple[list[Any], list[Any]]] = {
     **dict.fromkeys(("user", "store", "service_tier", "safety_identifier", "prompt_cache_key"), ANY),
-    **dict.fromkeys(("functions", "audio", "documents", "bad_words", "n_probs", "lora"), OFF),
+    **dict.fromkeys(("functions", "audio", "documents", "bad_words", "n_probs", "lora", "guided_json_object"), OFF),
     **dict.fromkeys(("guided_json", "guided_choice", "truncate_prompt_tokens", "prompt_logprobs"), NONE),
     "best_of": ([1], [2]),
     "modalities": ([["text"]], [["audio"], ["text", "audio"]]),

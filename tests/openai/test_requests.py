@@ -83,6 +83,8 @@ EFFECTS: list[tuple[dict[str, Any], str, object]] = [
     ({"speculation": {"mode": "auto"}}, "speculation.gamma", 8),
     ({"speculation": {"mode": "off"}}, "speculation.gamma", 0),
     ({"speculation": {"mode": "fixed", "gamma": 8}}, "speculation.gamma", 8),
+    ({"speculation": {"pool": None}}, "speculation.pool", ("", "default")),
+    ({"speculation": {"pool": ""}}, "speculation.pool", None),
     ({}, "speculation.verification", "block"),
     ({"seed": 1}, "speculation.verification", "coupled"),
     ({"seed": 1, "temperature": 0}, "speculation.verification", "token"),

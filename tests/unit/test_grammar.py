@@ -21,7 +21,7 @@ import pytest
 from constraints import BYTES, END, WORDS, Pieces
 from specserve.engine.base import Vocabulary
 from specserve.engine.llama_model import LlamaModel
-from specserve.errors import ConstraintError, MaskDeferred, RequestError
+from specserve.errors import ConstraintError, MaskDeferred, RequestError, Unusable
 from specserve.grammar import compiler as compiler_module
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
@@ -412,6 +412,10 @@ ACCEPTED: list[Any] = [
     ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
     ({"allOf": [{}], "items": [{}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2]"], ["[1, 3]"]),
     ({"items": [{"const": 1}, {"$ref": "#/items/0"}]}, ["[1, 1, 2]"], ["[1, 2]"]),
+    ({"items": [{"const": 1}], "additionalItems": {"$ref": "#/items/0"}}, ["[1, 1]"], ["[1, 2]"]),
+    ({"items": [{"$ref": "#/additionalItems"}], "additionalItems": {"const": 1}}, ["[1, 1]"], ["[2]"]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 2]"]),
+    ({"type": "string", "uniqueItems": True}, ['"a"'], ["1"]),
     ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
     ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
     ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
@@ -566,6 +570,13 @@ def test_grammar_is_compiled_once_and_eight_are_cached(monkeypatch: pytest.Monke
     assert compile_one.call_count == 9
     compiler.json_schema(PERSON)
     assert compile_one.call_count == 10
+
+
+def test_a_grammar_has_500_rules_at_most() -> None:
+    """llguidance expands this one until it refuses, and 2,300 rules of it take 50 seconds."""
+    doubling = [f"a{n} ::= a{n + 1} a{n + 1}" for n in range(500)]
+    with pytest.raises(Unusable, match="it has more than 500 rules"):
+        gbnf_to_lark("\n".join(["root ::= a0", *doubling, 'a500 ::= "a"']))
 
 
 def test_grammar_without_recursion_is_one_lexeme() -> None:

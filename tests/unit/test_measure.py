@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -157,6 +158,13 @@ def test_what_another_user_may_have_planted_is_neither_read_nor_written(
         assert target.read_text() == text
     assert f"{file} cannot be used" in caplog.text
     assert stat.S_IMODE(file.lstat().st_mode) == 0o600
+    # A lock that others may open, and so hold, is not waited for; its own they may not open.
+    lock.unlink()
+    assert (start(model)[0], stat.S_IMODE(lock.stat().st_mode)) == (0, 0o600)
+    lock.chmod(0o666)
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert start(model)[0] == 0
     file.unlink()
     file.mkdir()
     assert start(model)[0] > 10

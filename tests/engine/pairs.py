@@ -21,7 +21,6 @@ from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Mode
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, write_pure_q4_0
-from specserve.sequence import Sequence
 from tiny_models import write_tiny
 
 # No pool: what an answer wrote would be drafted for the next one.
@@ -75,7 +74,7 @@ class TinyFiles:
 
 @dataclass(frozen=True)
 class Completion:
-    sequence: Sequence
+    sequence: TextSequence
     chunks: list[str]  # in which its text was streamed
     finish_reason: str | None
 

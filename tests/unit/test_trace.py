@@ -76,7 +76,7 @@ def test_an_observer_that_fails_is_one_line_of_the_log(caplog: pytest.LogCapture
     for _ in range(3):
         recorder.record_end(an_end())
     [record] = caplog.records
-    assert record.getMessage() == "specserve: metrics or traces are incomplete from now on"
+    assert record.getMessage() == f"specserve: {observer!r} is incomplete from now on"
     assert "No space left" in caplog.text
 
 
@@ -91,7 +91,8 @@ def test_report_shows_acceptance_by_family_draft_length_and_position(
     trace.end(an_end())
     with (tmp_path / FILE).open("a") as file:
         file.write('{"event": "round", "tr')
-    assert report.run(Namespace(traces=[tmp_path / FILE])) == 0
+    assert report.run(Namespace(traces=[tmp_path / FILE], out=tmp_path / "page.html")) == 0
+    assert "accepted" in (tmp_path / "page.html").read_text()
     shown = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "│" in line]
     # Rounds, tokens, tokens a round, drafted, accepted, ms a token.

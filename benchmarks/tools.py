@@ -99,7 +99,8 @@ def send(endpoint: Endpoint, ask: Ask, mode: str) -> Answer:
         lines = response.iter_lines() if ask.stream else [response.content]
         for line in lines:
             data = line.removeprefix(b"data: ")
-            if not data or data == b"[DONE]":
+            # A comment is a sign of life.
+            if not data or data == b"[DONE]" or data.startswith(b":"):
                 continue
             event = json.loads(data)
             for choice in event["choices"]:

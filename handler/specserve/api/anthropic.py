@@ -184,8 +184,8 @@ class MessagesResponse(BlocksResponse):
         return {"type": "error", "error": body | details}
 
     def _complete(self) -> Event:
-        reason = self._finish_reason(self._generation) or "stop"
-        stop = self._generation.stop if reason == "stop" else ""
+        reason = self._finish_reason(self._sequence) or "stop"
+        stop = self._sequence.stop if reason == "stop" else ""
         return self._message() | {
             "content": [self._content(block) for block in self._blocks],
             "stop_reason": "stop_sequence" if stop else _STOP_REASONS[reason],
@@ -195,7 +195,7 @@ class MessagesResponse(BlocksResponse):
 
     def _message(self) -> Json:
         """Return the message as far as it is known before its content."""
-        sequence = self._generation
+        sequence = self._sequence
         return {
             "id": f"msg_{self._request_id}",
             "type": "message",

@@ -57,7 +57,7 @@ class BlocksResponse(GenerationResponse, ABC):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        [self._generation] = self.sequences
+        [self._sequence] = self.sequences
         self._blocks: list[Block] = []
         self._begun = False
         self._response: Event = {}
@@ -87,7 +87,7 @@ class BlocksResponse(GenerationResponse, ABC):
         return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in self._events())
 
     def _events(self) -> Iterator[Event]:
-        sequence = self._generation
+        sequence = self._sequence
         # The first event comes when the prompt is being read: agents' clients wait for it some minutes at most.
         if not (self.error or sequence.timestamps.start is not None or sequence.done):
             return

@@ -92,8 +92,8 @@ def _other_files(files: list[File], tokenizer: Tokenizer, vocabulary: Vocabulary
 class InfillResponse(GenerationResponse):
     def __init__(self, request: InfillRequest, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        [self._generation] = self.sequences
-        self._generation.warm_cache()
+        [self._sequence] = self.sequences
+        self._sequence.warm_cache()
         self._request = request
         self._content = ""
         self._sent = 0
@@ -102,7 +102,7 @@ class InfillResponse(GenerationResponse):
     @property
     def done(self) -> bool:
         """Whether it is complete, also by a line that is indented too little; then the sequence is cancelled."""
-        if not (self._is_cut or self.error) and (new := self._generation.take_text()):
+        if not (self._is_cut or self.error) and (new := self._sequence.take_text()):
             content = self._content + new
             self._content = indented(content, self._request.n_indent or 0, len(self._content))
             self._is_cut = len(self._content) < len(content)
@@ -127,14 +127,14 @@ class InfillResponse(GenerationResponse):
             return f"data: {self.text()}\n\n"
         done = self.done
         new, self._sent = self._content[self._sent :], len(self._content)
-        counts = {"tokens_predicted": self._generation.generated, "tokens_evaluated": self._generation.prompt_length}
+        counts = {"tokens_predicted": self._sequence.generated, "tokens_evaluated": self._sequence.prompt_length}
         events = [{"index": 0, "content": new, "tokens": [], "stop": False, "id_slot": -1, **counts}] if new else []
         events += [self._final("")] if done else []
         return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
 
     def _final(self, content: str) -> dict[str, Any]:
         """Return the last event of a stream, or with the whole content the response."""
-        sequence, stats = self._generation, self._generation.stats
+        sequence, stats = self._sequence, self._sequence.stats
         predicted, prompt = sequence.generated, sequence.prompt_length - sequence.cached_tokens
         by_reason = {"length": "limit", "stop": "eos" if sequence.ended_by_eos and not sequence.stop else "word"}
         return {

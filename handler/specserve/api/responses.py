@@ -144,7 +144,7 @@ class ResponsesResponse(BlocksResponse):
         if self._keep is not None:
             self._keep(self._id, self._messages + messages_of(map(Item.model_validate, output)))
         response = self._object("incomplete" if self._is_cut else "completed", **totals, output=output)
-        reason = "max_output_tokens" if self._generation.finish_reason == "length" else None
+        reason = "max_output_tokens" if self._sequence.finish_reason == "length" else None
         response["incomplete_details"] = {"reason": reason} if self._is_cut else None
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         reasoning = usage["completion_tokens_details"].get("reasoning_tokens", 0)
@@ -160,7 +160,7 @@ class ResponsesResponse(BlocksResponse):
     @property
     def _is_cut(self) -> bool:
         """Whether the tokens ran out, or a stop string ended a call within its arguments."""
-        sequence = self._generation
+        sequence = self._sequence
         return sequence.finish_reason == "length" or (sequence.done and self._readers[sequence].is_within_call)
 
     def _object(self, status: str, **fields: Any) -> Json:

@@ -182,11 +182,11 @@ class Waiting:
         """
         by_request = self._in_turns(self._queue, lambda sequence: sequence.info.request)
         by_request.sort(
-            key=lambda g: (0, g.timestamps.arrival) if self._is_aged(g) else (1 if g.preemptions else 2, 0.0)
+            key=lambda one: (0, one.timestamps.arrival) if self._is_aged(one) else (1 if one.preemptions else 2, 0.0)
         )
         by_client = self._in_turns(by_request, lambda sequence: sequence.info.client)
         greedy = self._clients_above_their_share()
-        return sorted(by_client, key=lambda g: not self._is_aged(g) or g.info.client in greedy)
+        return sorted(by_client, key=lambda one: not self._is_aged(one) or one.info.client in greedy)
 
     def _in_turns(self, waiting: Iterable[TextSequence], whose: Callable[[TextSequence], str]) -> list[TextSequence]:
         """Each owner's first, then each one's second, and so on; those that run count as the first ones."""

@@ -18,7 +18,7 @@ DRAFT_LENGTH = 2048
 # each 32 numbers: 1/16 of a byte a number with heads of 64.
 _VALUE: dict[CacheType, float] = {"f16": 2 + 1 / 16, "q8_0": 34 / 32 + 1 / 16 + 1 / 32}
 # Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
-# stays below (tests/real/test_worker_memory.py).
+# stays below (tests/real/test_coder_pair.py).
 _REST = 400 * 2**20
 # The least tokens that are worth serving where the operator asks for no number.
 _LEAST = 4096

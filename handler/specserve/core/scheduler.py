@@ -186,7 +186,7 @@ class Scheduler:
 
     def _prefill_steps(self, decode_steps: list[SequenceStep]) -> list[SequenceStep]:
         """Prefill chunks beside these steps: half of the rows for the oldest, the others for those with least left."""
-        prefilling = [g for g in self._running if not self._cache.decodes(g) and not self._cache.is_restoring(g)]
+        prefilling = [one for one in self._running if not (self._cache.decodes(one) or self._cache.is_restoring(one))]
         decoding = {step.sequence.slot for step in decode_steps}
         draft_rows = sum(step.max_drafts for step in decode_steps)
         logits_left = self.target.engine.max_logits - len(decode_steps) - draft_rows

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 class KVCache:
     """The slots of one model's KV cache, and the passes that add tokens to them.
 
-    A slot holds the tokens of a text from position `start` to position `end`, not included. A target's start is 0. A
-    draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token 744
-    at position 0. All positions here are those of the text.
+    A slot holds the tokens of a text from position `start` to `num_computed_tokens`, not included. A target's start is
+    0. A draft model may begin later, and its engine counts positions from there: with `start` 744 the engine has token
+    744 at position 0. All positions here are those of the text.
 
     All slots share `n_cells` cells of one token each. After a copy, both slots share the cells of their common prefix,
     and a shared cell counts once. The slots of running sequences are pinned; others may be emptied for their cells.

@@ -1,7 +1,5 @@
 """A TorchServe model that keeps one core busy as long as a request tells: a neighbour for benchmarks/neighbours.py."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

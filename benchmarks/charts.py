@@ -3,8 +3,6 @@
 .venv/bin/python benchmarks/charts.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the benchmarks share: prompts, options, a description of the machine, interference, tables and results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

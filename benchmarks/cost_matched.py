@@ -8,8 +8,6 @@ uses it.
     .venv/bin/python benchmarks/cost_matched.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -7,8 +7,6 @@ compares two answers to the same prompt. No server is involved; load.py measures
     .venv/bin/python benchmarks/decode.py [--quick] [--config FILE] [--results FILE]
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

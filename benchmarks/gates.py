@@ -8,8 +8,6 @@ exits with 1 if anything did. Speed on a real clock is compared by decode.py, lo
 both checkouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

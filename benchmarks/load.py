@@ -8,8 +8,6 @@ short prompts wait for their first token beside the prefill of a long one.
         [--settings NAME ...]
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable

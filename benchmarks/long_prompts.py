@@ -8,8 +8,6 @@ parts of Python's own library, as the interpreter has it. Servers take turns of 
         [--port P] [--results FILE]
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import sysconfig

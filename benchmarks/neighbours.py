@@ -8,8 +8,6 @@ idle.
     .venv/bin/python benchmarks/neighbours.py [--quick] [--config FILE] [--only NAME ...] [--ours] [--results FILE]
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

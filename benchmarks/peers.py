@@ -7,8 +7,6 @@ one that cannot be built or run is named with the reason. load.py compares sever
     .venv/bin/python benchmarks/peers.py [--quick] [--settings NAME ...] [--results FILE]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -7,8 +7,6 @@ coupled verification, so that the comparison is deterministic.
     .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...] [--prompts N]
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ first pass finds only what requests of the same kind wrote.
     .venv/bin/python benchmarks/recurring.py [--quick] [--config FILE] [--temperature 0]
 """
 
-from __future__ import annotations
-
 from functools import partial
 from statistics import mean
 

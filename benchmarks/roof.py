@@ -1,7 +1,5 @@
 """What a machine could do at most: bytes read from memory, and products of bytes, a second (roof.cpp)."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import tempfile

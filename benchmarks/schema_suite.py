@@ -10,8 +10,6 @@ are made at every place, as for an answer.
 DIRECTORY is `tests/` of github.com/json-schema-org/JSON-Schema-Test-Suite.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ sampled with speculation and without and validated by the `jsonschema` library; 
     .venv/bin/python benchmarks/schemas.py DIRECTORY [--quick] [--sample N] [--answers N]
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

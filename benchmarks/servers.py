@@ -1,7 +1,5 @@
 """Servers under test, and clients that stream completions from them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -5,8 +5,6 @@
 Such a file is the JSON object that a benchmark ends with. RESULTS.md is not edited by hand.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

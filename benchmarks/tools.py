@@ -7,8 +7,6 @@ and its arguments parse and follow that one's schema.
     .venv/bin/python benchmarks/tools.py [--config FILE] [--requests 400] [--port P] [--quick]
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

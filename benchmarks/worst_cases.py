@@ -8,8 +8,6 @@ their first tokens. A client that is not answered in time leaves. RESULTS.md has
     .venv/bin/python benchmarks/worst_cases.py [--config FILE] [--quick] [--port P] [--only WORD ...]
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """For all tests: repeatable, with no limit that depends on the machine's speed, and with what skipped ones need."""
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from importlib.util import find_spec

@@ -503,7 +503,11 @@ void merge(float * total, const float * chunk, int64_t size) {
 }
 
 void finish(const float * total, int64_t size, float * out) {
-    const Floats scale = all(total[1] > 0 ? 1 / total[1] : 0);
+    if (total[1] == 0) {  // no chunk has written the sums of a row that sees nothing
+        std::fill(out, out + size, 0.0F);
+        return;
+    }
+    const Floats scale = all(1 / total[1]);
     for (int64_t i = 0; i < size; i += kLanes) {
         store_floats(out + i, mul(load_floats(total + 2 + i), scale));
     }

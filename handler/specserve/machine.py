@@ -1,7 +1,5 @@
 """What this process may use of the machine: its cores and its memory, within its affinity and its control groups."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Files of this user alone, at paths where another user may have put something else."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """What clients keep on a server, within one limit: nobody can push out what others keep by keeping more."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Servers for all clients: of the tiny pair, and of the default pair for those that call tools."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

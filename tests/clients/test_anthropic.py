@@ -1,7 +1,5 @@
 """Anthropic's own client: tools in messages, streams, its runner of tools, counted tokens, and answers with a form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

@@ -3,8 +3,6 @@
 Whether a model of 1.5 billion parameters does the task well is not asserted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

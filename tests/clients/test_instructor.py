@@ -1,7 +1,5 @@
 """instructor gets objects of a class, by tools and by schemas, from all three protocols."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import anthropic

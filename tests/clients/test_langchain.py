@@ -1,7 +1,5 @@
 """LangChain's two classes for OpenAI's routes return what OpenAI's own client returns."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LangChain's agents and structured outputs, with the classes for chats, responses and messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """LiteLLM as a client of chats, responses and messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import litellm

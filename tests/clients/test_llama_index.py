@@ -1,7 +1,5 @@
 """LlamaIndex's class for OpenAI-like servers returns what OpenAI's own client returns."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LlamaIndex's agents and structured outputs with `OpenAILike`."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

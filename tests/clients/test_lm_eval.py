@@ -1,7 +1,5 @@
 """lm-evaluation-harness with `local-completions` reports the log-likelihoods that our engine computes directly."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

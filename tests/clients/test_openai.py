@@ -1,7 +1,5 @@
 """OpenAI's own client: tools in chats and in responses, its helpers that parse, and its readers of streams."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import openai

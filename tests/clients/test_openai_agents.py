@@ -1,7 +1,5 @@
 """OpenAI's agents with both protocols run a tool and answer with its result."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

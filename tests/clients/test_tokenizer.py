@@ -1,7 +1,5 @@
 """The tokenizer built from a GGUF gives the same ids as llama.cpp, on which lm-evaluation-harness depends."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

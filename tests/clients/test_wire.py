@@ -1,7 +1,5 @@
 """What the proxy of the client tests accepts and rejects, on answers written by hand."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measures batch invariance: whether logits depend on how a text is split over passes, or on what else they compute."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specserve.engine.base import Engine, FloatArray, Row

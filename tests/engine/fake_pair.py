@@ -1,7 +1,5 @@
 """A scheduler over a fake target and a fake draft model, which refuse rows that do not continue their KV caches."""
 
-from __future__ import annotations
-
 import math
 from collections import abc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The variants of specserve's kernels that this processor supports, and exact products to compare theirs with."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Target and draft loaded as by a worker, completion requests run on them, and tiny model files to load."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

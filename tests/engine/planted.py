@@ -1,7 +1,5 @@
 """Builds the kernels with planted faults."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import shutil

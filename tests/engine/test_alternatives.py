@@ -1,7 +1,5 @@
 """Alternatives to drafts: which are considered, which are read, and what a round gains by one that is recovered."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Nothing is drafted, read or learned after the end of an answer: an end token, or where its grammar ends."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace

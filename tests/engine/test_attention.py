@@ -1,7 +1,5 @@
 """specserve's attention: as exact as half precision, and a row's result depends on its own sequence only."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A machine that others slow down for a while: how the controller goes through it, and what is left afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

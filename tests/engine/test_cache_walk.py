@@ -1,7 +1,5 @@
 """Logits do not depend on what the KV cache went through: with specserve's kernels bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random

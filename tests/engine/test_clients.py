@@ -1,7 +1,5 @@
 """Hostile clients side by side: who may see, slow or push out whom. Every row of the target takes a second."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partialmethod

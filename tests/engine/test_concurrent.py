@@ -1,7 +1,5 @@
 """Greedy and seeded output is the same alone and among concurrent requests, whatever the KV caches hold."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars while speculating: neither a draft that leads to a dead end nor a mask that is late changes an answer."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """`scripts/doctor`: what its checks report, and when they advise a change."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

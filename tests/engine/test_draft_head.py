@@ -1,7 +1,5 @@
 """The draft model's output head computes frequent and recently read tokens; the logits of the others are -inf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The draft model: draft prefill and copied prefixes, vocabularies that differ from the target's, and failed passes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters: the client's prediction, the draft model, and what the controller learns from their proposals."""
 
-from __future__ import annotations
-
 from collections import abc
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ A fake pair runs once for each case of the numbers that token and block verifica
 run together or one after the other have one seed, which must not make one's answer tell of the other's.
 """
 
-from __future__ import annotations
-
 from collections import abc
 from collections.abc import Callable, Mapping
 from itertools import product

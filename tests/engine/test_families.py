@@ -1,7 +1,5 @@
 """Requests have the same effects with a Qwen2 (BPE), a Llama (SentencePiece) and a GPT-2 pair."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

@@ -4,8 +4,6 @@ To move to another version: lock it and run this; if only `test_the_installed_ve
 kVerified (CONTRIBUTING.md). If another fails, its message shows the declarations that have changed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """With specserve's kernels logits are batch-invariant, so outputs repeat; the measurement finds planted faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

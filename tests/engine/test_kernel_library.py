@@ -1,7 +1,5 @@
 """The library of the kernels is loaded only if it is for the installed llama-cpp-python, and has run elsewhere."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """specserve's kernels: correct in every format, variant and shape, and independent of other rows."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

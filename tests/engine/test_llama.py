@@ -1,7 +1,5 @@
 """The llama.cpp engine on tiny generated models of three architectures."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """What is loaded beside what, and what a load that fails says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any

@@ -1,7 +1,5 @@
 """Speculation changes neither greedy nor seeded output, nor the distribution of sampled output."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sequences in a cache that is too small for all of them: who is admitted, who is preempted, and what none notices."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest import mock

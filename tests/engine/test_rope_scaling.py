@@ -1,7 +1,5 @@
 """Models whose context was extended: positions are scaled as their files say, and nothing of ours says otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One round: accepted tokens, the end of an answer, log-probabilities, grammars, and how its time is charged."""
 
-from __future__ import annotations
-
 from itertools import count, product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Continuous batching: admission, prefill chunks, the time for drafts and masks, cancellation, and records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Costs are exact and no time is measured: the tests are about decisions and do not depend on the machine.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 from statistics import mean

@@ -3,8 +3,6 @@
 The fake engine notices keys and values of another position or another text.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Compute threads of real llama.cpp contexts: bound to the cores that they are given, with the same results on any."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tiny models, written once, and the kernels' variants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny models in the weight formats of published files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Request bodies for fuzzing: valid ones, nearly valid ones, and any other JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

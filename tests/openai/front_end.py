@@ -1,7 +1,5 @@
 """A fake of TorchServe's front end that enforces the protocol of continuous batching."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

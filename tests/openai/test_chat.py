@@ -1,7 +1,5 @@
 """Chat templates are rendered as by transformers, in a sandbox, and one that cannot be used turns chats off."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

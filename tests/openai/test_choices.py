@@ -1,7 +1,5 @@
 """Several choices in one response, log-probabilities, and scored prompts, through the handler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

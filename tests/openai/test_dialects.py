@@ -1,7 +1,5 @@
 """Known fields of OpenAI's, vLLM's and llama.cpp's, by their other names and forms; and what unknown ones lead to."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Any body is served or refused with OpenAI's error object, and does not affect a concurrent valid request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

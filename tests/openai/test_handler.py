@@ -1,7 +1,5 @@
 """The handler with continuous batching, called by a fake of TorchServe's front end that enforces the protocol."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -1,7 +1,5 @@
 """The route infill, as llama.cpp's plug-ins for editors use it: the prompt, its limits, and llama.cpp's response."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise, product

@@ -3,8 +3,6 @@
 tests/clients/ reads them with Anthropic's client.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

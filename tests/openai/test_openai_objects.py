@@ -1,7 +1,5 @@
 """Whole responses and events are OpenAI's objects, by the models of its own client; the document lists the routes."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

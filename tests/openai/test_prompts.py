@@ -1,7 +1,5 @@
 """Prompts of real tokenizers: one BOS token, fill-in-the-middle; and stop strings that name control tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reasoning is told apart from the answer, whatever pieces the text comes in, and can be switched off."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Request fields: their effects and defaults, and the errors of invalid ones."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal

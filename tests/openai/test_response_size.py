@@ -1,7 +1,5 @@
 """A response has a limit in bytes: by what is expected of it when it is asked for, and by what it comes to."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

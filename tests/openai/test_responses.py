@@ -1,7 +1,5 @@
 """v1/responses: requests become chats, and answers OpenAI's items, which OpenAI's own types and client read."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

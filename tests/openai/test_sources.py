@@ -1,7 +1,5 @@
 """`sources` gives the drafter or target of every piece of the output, and the pieces join to the output."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ends an answer: stop strings, stop tokens, and a time limit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from constraints import BYTES, Pieces

@@ -1,7 +1,5 @@
 """Streams have the shape of OpenAI's: the chunk with `finish_reason` has no text, which comes in chunks before it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

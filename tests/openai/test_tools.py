@@ -1,7 +1,5 @@
 """Chats with tools: which requests are taken, what the template is told, and what clients get of calls."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """The real Qwen2.5-Coder pair of the default configuration, served by TorchServe: text, infill, tools and memory."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

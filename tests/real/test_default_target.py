@@ -1,7 +1,5 @@
 """The default target with our kernels: batch-invariant, and its perplexity is that of llama.cpp's but for rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """SmolLM2-135M drafts for itself at another quantisation: a real model of another family than the default's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An engine for tests: a fixed random model over a small vocabulary, and a KV cache that detects misuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain, count, islice

@@ -1,7 +1,5 @@
 """A placement of compute threads that exist only in its records."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specserve.engine.placement import Placement, Usage

@@ -1,7 +1,5 @@
 """A fake engine as a measurement of its passes needs it: what fills its cache may come from anywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Steps that are over, for tests of what reads them."""
 
-from __future__ import annotations
-
 from collections import abc
 
 from specserve.observability.records import EndRecord

@@ -1,7 +1,5 @@
 """Writes the configuration of a tiny pair, in whatever environment a test runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

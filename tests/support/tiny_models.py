@@ -3,8 +3,6 @@
 Tokenisers, entropy and acceptance rates resemble those of real models; the output is meaningless.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

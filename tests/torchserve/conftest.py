@@ -1,7 +1,5 @@
 """One TorchServe with the tiny pair, shared by the tests of this directory; files register further models beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real TorchServe with the tiny pair, started and stopped by the project's own scripts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

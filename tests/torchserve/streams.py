@@ -1,7 +1,5 @@
 """Streams of a server with the tiny pair, read to their end or error, and the state of that server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

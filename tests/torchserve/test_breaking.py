@@ -3,8 +3,6 @@
 `scripts/test tests/torchserve/test_breaking.py -rP` prints the measurements.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """`scripts/chat` with a server with the tiny pair, through pipes and in a terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """A target or a draft model that fails during streams: which requests end, and where the failure is reported."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

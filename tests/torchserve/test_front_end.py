@@ -1,7 +1,5 @@
 """TorchServe's front end without tokens: nothing that comes in changes other answers, and keys tell clients apart."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

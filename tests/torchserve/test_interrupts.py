@@ -1,7 +1,5 @@
 """Ctrl-C, or a closed terminal, at any moment of `scripts/serve`: no process is left."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Somebody else's model on the same TorchServe: both serve concurrent requests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

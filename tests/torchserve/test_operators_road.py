@@ -1,7 +1,5 @@
 """An operator's own TorchServe: the archive alone, in an environment that does not have this project installed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A real Prometheus scrapes the server and answers every query of the dashboard (Debian: prometheus)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """End to end: TorchServe, the built archive, tiny pairs of Qwen2 and of Llama, and OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

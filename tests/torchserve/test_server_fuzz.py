@@ -1,7 +1,5 @@
 """Fuzzing of a running server: every body is served or refused as documented, and no worker is restarted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

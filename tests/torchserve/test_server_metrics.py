@@ -1,7 +1,5 @@
 """What operators see of a running server: metrics and traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `scripts/test --long tests/torchserve/test_soak.py` runs it and prints the measurements.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Costs of forward passes for tests: fixed, since the measured times of a fake engine mean nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from specserve.speculation.costs import CostTable, PassCosts

@@ -1,7 +1,5 @@
 """The exact output distribution of a verification rule, by running the rule over every case of its random numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Wrong verification rules and noise sources: each test of losslessness must reject those it is meant to detect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A server that streams words of no model, for tests of benchmarks; as a program it streams prompt and options."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Acceptance probabilities of draft tokens: calibrated over all sequences, and an average of each."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

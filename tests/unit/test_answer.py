@@ -1,7 +1,5 @@
 """Answers are read into text and calls alike, in whatever pieces their text comes; a template shows their format."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The contents of the archive that TorchServe loads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """A prefill chunk is as wide as those that decode can wait for, at any context length."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`scripts/chat`: text coloured by its source, control characters replaced, the conversation, and the commands."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

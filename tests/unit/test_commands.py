@@ -1,7 +1,5 @@
 """The command `specserve` and the commands in scripts/: the same verbs, one-line errors, and exit codes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

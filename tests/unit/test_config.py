@@ -1,7 +1,5 @@
 """The model YAML: what an operator writes by hand, and the sentences about what is wrong with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

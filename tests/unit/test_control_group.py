@@ -1,7 +1,5 @@
 """The speed-up against the control group, and its confidence interval."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The cost of a forward pass: on lines between measured ones, times a factor that follows live passes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The detokenizer releases whole characters, each once, and withholds what may become a stop string."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The distribution that sampling parameters define for a row of logits, and drawing tokens from it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The engine loop: how long its slices are, when one is started, and in which thread rounds run."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

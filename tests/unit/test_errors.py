@@ -1,7 +1,5 @@
 """What is raised for one request ends that request alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from specserve.errors import Contained, RequestError

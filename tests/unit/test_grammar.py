@@ -1,7 +1,5 @@
 """Grammar constraints: sampled answers match, masks depend on the tokens alone, and a grammar's cost is bounded."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

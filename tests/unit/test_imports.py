@@ -1,7 +1,5 @@
 """Imports point one way: from the server to the algorithms, without cycles."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The record of a KV cache: what slots hold, wherever a slot's text begins, and that it agrees with the engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from fake_engine import FakeEngine

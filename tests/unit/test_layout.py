@@ -1,7 +1,5 @@
 """Layout: the prediction of the whitespace that comes next in a JSON text."""
 
-from __future__ import annotations
-
 import json
 
 from specserve.grammar.layout import Layout

@@ -1,7 +1,5 @@
 """benchmarks/load.py: short prompts come during the prefill of a long one, and their waits are held against a bound."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from typing import Any

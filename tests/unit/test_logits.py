@@ -1,7 +1,5 @@
 """Logit biases, penalties and forbidden tokens against their definitions."""
 
-from __future__ import annotations
-
 from collections import abc
 from typing import Any
 

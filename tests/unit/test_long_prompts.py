@@ -1,7 +1,5 @@
 """benchmarks/long_prompts.py: prompts ask for what is in them, and rows say what each server took."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

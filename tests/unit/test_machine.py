@@ -1,7 +1,5 @@
 """The cores and the memory that this process may use: affinity, hardware threads, cgroups, the operator's choice."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

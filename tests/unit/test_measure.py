@@ -1,7 +1,5 @@
 """What passes cost is measured once on a machine, and again when anything it depends on has changed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """The samples that metrics emit for Prometheus."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

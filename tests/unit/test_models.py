@@ -1,7 +1,5 @@
 """Model files: from the operator, the hub or a mirror; checksums, resumed downloads, requantising, and errors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """N-gram drafts: the longest match is found and continued, pools stay apart, and an edit is found in its prediction."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from functools import partial

@@ -1,7 +1,5 @@
 """Noise is a function of its keys, uniform or exponential, and independent between purposes."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

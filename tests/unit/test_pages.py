@@ -1,7 +1,5 @@
 """Links in pages and references in code lead somewhere; RESULTS.md is what benchmarks/tables.py makes of its files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who is parsed first: clients take turns, short bodies pass long ones, and who sends much is refused before others."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

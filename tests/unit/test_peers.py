@@ -1,7 +1,5 @@
 """benchmarks/peers.py: engines answer in turns, failures are reported, and the chart shows each one's best setting."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The placement of compute threads: fewer where neighbours keep cores busy, all again when they have gone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

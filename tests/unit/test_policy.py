@@ -1,7 +1,5 @@
 """What the controller drafts: how many tokens, against brute force on random costs, and what it learns from rounds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """How much the KV caches and the store of prefixes hold: what the operator writes, the model can use, and is free."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The prefix cache: which slot a sequence gets, which prefix it reuses, and which sequences are evicted."""
 
-from __future__ import annotations
-
 import pytest
 
 from costs import flat

@@ -1,7 +1,5 @@
 """Prefixes in host memory: texts share the blocks of what they share, the least recently used leave first."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A file is opened only if it is this user's alone."""
 
-from __future__ import annotations
-
 import os
 import stat
 from itertools import product

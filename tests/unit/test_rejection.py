@@ -3,8 +3,6 @@
 Statistical tests run on fixed seeds; their false-alarm rate is the share of seeds on which a correct rule would fail.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

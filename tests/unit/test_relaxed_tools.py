@@ -1,7 +1,5 @@
 """Tools as MCP servers' generators write them: what no grammar can hold is relaxed and named, with `strict` refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

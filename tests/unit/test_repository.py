@@ -1,7 +1,5 @@
 """What GitHub and pre-commit run is there, and the versions of both packages agree."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

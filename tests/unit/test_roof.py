@@ -1,7 +1,5 @@
 """benchmarks/roof.py: the limit of a machine that benchmarks/cost_curve.py compares passes with."""
 
-from __future__ import annotations
-
 from kernel_products import SUPPORTED_VARIANTS
 from roof import SOURCE, measure_roof
 from specserve.engine.kernels import VARIANTS

@@ -1,7 +1,5 @@
 """What sequences share: how many leading tokens of two texts are equal."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

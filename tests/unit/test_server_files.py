@@ -1,7 +1,5 @@
 """The files, ports and processes of a server, without starting TorchServe."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What clients keep within one limit: who has most loses first, so nobody pushes out what others keep."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The tiny models resemble real ones in what speculation, streaming and stopping depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tool calls are always valid; beside them the model is as free as without tools."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

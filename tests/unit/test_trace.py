@@ -1,7 +1,5 @@
 """Traces, and the report that summarises them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import stat

@@ -1,7 +1,5 @@
 """benchmarks/worst_cases.py sends what a server takes, or the limit that it names is not what holds it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

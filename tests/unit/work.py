@@ -1,7 +1,5 @@
 """The work of a call, counted in executed Python lines: a measure that does not depend on the machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

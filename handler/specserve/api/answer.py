@@ -1,7 +1,5 @@
 """Reads the parts of an answer, which are text, reasoning and tool calls, from the generated text as it comes."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What v1/responses and v1/messages share: answers as blocks one after the other, of reasoning, text or a tool call."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

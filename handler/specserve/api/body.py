@@ -1,7 +1,5 @@
 """What the models of request bodies share: strict validation, and the names of fields that are ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, TypeVar, get_args

@@ -1,7 +1,5 @@
 """The table of formats: how models write tool calls and mark their reasoning, by their chat template."""
 
-from __future__ import annotations
-
 from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.tool_calls import CallSyntax
 

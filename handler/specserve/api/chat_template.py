@@ -1,7 +1,5 @@
 """The chat template of a GGUF, rendered in a sandbox as transformers renders it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

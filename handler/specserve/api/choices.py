@@ -1,7 +1,5 @@
 """OpenAI's responses that consist of choices: completions and chats, whole or as a stream."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

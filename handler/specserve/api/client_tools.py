@@ -1,7 +1,5 @@
 """Tools that OpenAI and Anthropic know by their types: as functions with the published schemas, if clients run them."""
 
-from __future__ import annotations
-
 from specserve.api.body import Json
 from specserve.errors import RequestError
 

@@ -1,7 +1,5 @@
 """Fields of OpenAI's, vLLM's and llama.cpp's APIs that have another name here, no effect, or only one value."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container
 from typing import Any

@@ -5,8 +5,6 @@ The prompt and the response are those of llama.cpp's server (tools/server of ggm
 request without a temperature is greedy here; which samplers run, and in which order, is not chosen by `samplers`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Log-probabilities in OpenAI's forms: tokens as text, with their offsets; and how many bytes they take at most."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The OpenAPI document of the routes: the bodies of requests, from the models that validate them."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parses the bodies of requests: validates them, and explains in one sentence what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, TypeVar
 

@@ -9,8 +9,6 @@ texts where all threads write the same), compiled grammars and matchers (grammar
 (observability/control_group.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count

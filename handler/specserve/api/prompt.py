@@ -1,7 +1,5 @@
 """Tokenizes prompts, within limits."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

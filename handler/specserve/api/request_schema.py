@@ -1,7 +1,5 @@
 """The requests of completions and chats as pydantic models, and what their fields mean together."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

@@ -1,7 +1,5 @@
 """Turns valid requests into sequences, within the defaults and limits of this server."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 

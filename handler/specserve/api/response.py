@@ -1,7 +1,5 @@
 """The responses of all protocols: their interface to the handler, and what they have in common."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """OpenAI's v1/responses, as a translation: a request becomes a chat, and its answer the items of a response."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from typing import Any, Literal

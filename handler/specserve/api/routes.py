@@ -1,7 +1,5 @@
 """The routes of the API, and the response of each."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

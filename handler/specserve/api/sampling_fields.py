@@ -1,7 +1,5 @@
 """The fields of requests that say how tokens are sampled, and what they mean."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The object `speculation`: of a request, which says how drafts are made, and of a response, which counts them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The fields of requests that give the whole answer a form: OpenAI's, vLLM's and llama.cpp's."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 

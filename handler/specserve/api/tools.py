@@ -1,7 +1,5 @@
 """The fields of requests about tools, as pydantic models."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal, Self
 

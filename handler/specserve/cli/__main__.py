@@ -1,7 +1,5 @@
 """The command `specserve`; `scripts/VERB` runs `specserve VERB`."""
 
-from __future__ import annotations
-
 import argparse
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """`scripts/archive`: write a .mar with the handler, the package and the model YAML, but without the weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

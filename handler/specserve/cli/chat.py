@@ -1,7 +1,5 @@
 """`scripts/chat`: a chat in the terminal that shows who wrote each token, and what speculation gains."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

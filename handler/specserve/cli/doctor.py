@@ -1,7 +1,5 @@
 """`scripts/doctor`: checks the machine, the installation and the pair of models, and says what to change."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

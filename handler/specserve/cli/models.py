@@ -1,7 +1,5 @@
 """`scripts/fetch_models` and `scripts/prepare`: download and requantise the models of a configuration."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Where the project's files, the model files and the server's state are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from specserve.config import cache_directory

@@ -1,7 +1,5 @@
 """`scripts/report`: summarise traces by prompt family, by draft length and by position, as tables."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections import defaultdict

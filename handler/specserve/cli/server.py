@@ -1,7 +1,5 @@
 """`scripts/serve`: build the archive, start TorchServe, wait for the model, show a first completion."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Starts, finds and stops a TorchServe, and knows its files, ports and settings; as a command `scripts/stop`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ preempted for it; those of other clients only once they have committed `_TURN_TO
 finishes: any one fits alone, and one that is preempted for another client has committed tokens before.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable

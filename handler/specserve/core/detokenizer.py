@@ -1,7 +1,5 @@
 """Incremental detokenization: whole characters only, and nothing that may become a stop string."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable
 from functools import lru_cache

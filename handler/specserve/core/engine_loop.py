@@ -1,7 +1,5 @@
 """Runs the scheduler in the engine thread: in time slices, one of them while TorchServe sends the last one's output."""
 
-from __future__ import annotations
-
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Loads the models of a configuration, opens their engines, and measures them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

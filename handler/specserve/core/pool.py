@@ -1,7 +1,5 @@
 """How many tokens the KV caches hold: as configured, as the models can use, and as there is memory for."""
 
-from __future__ import annotations
-
 import logging
 import math
 

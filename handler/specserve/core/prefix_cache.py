@@ -4,8 +4,6 @@ What leaves a slot goes to host memory (prefix_store.py), and comes back from th
 part in each round, so that no stream waits for long.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Texts are kept in blocks of 32 tokens. A block is found by its tokens and by the
 no hash is trusted; texts that begin alike share blocks. vLLM's prefix caching and SGLang's HiCache work likewise.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass

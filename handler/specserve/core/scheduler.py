@@ -9,8 +9,6 @@ Prefills share a round's rows: half go to the oldest prefill, the others to the 
 no short prompt waits for a long one, and a long one takes at most twice as long, however many short ones arrive.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import abc

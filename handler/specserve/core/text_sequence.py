@@ -1,7 +1,5 @@
 """A sequence as its client sees it: its text, why it ended, and when."""
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect_right

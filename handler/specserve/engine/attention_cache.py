@@ -1,7 +1,5 @@
 """The KV cache of a llama.cpp context as specserve's attention keeps it (handler/kernels/cache.h)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

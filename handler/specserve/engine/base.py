@@ -1,7 +1,5 @@
 """The interface that an inference engine has: batched forward passes over a KV cache of several slots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 

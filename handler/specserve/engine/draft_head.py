@@ -5,8 +5,6 @@ that are left out have probability 0 in q, which costs acceptance, never the tar
 2502.14856).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The library calls internals of llama.cpp by their place in memory, so with a ver
 call wrong functions. Its file says for which version it was built, and that is read before it is loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.metadata

@@ -4,8 +4,6 @@ A new library, llama-cpp-python or processor is tried in a process of its own, s
 the server. Both products and attention go by way of llama.cpp's graphs there, as in a forward pass.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.metadata

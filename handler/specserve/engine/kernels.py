@@ -4,8 +4,6 @@ llama.cpp offers each weight to a list of buffer types, in order, and the librar
 after `use("auto")` has its weights packed for specserve's kernels, one loaded after `use("off")` for llama.cpp's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 

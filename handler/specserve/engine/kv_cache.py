@@ -5,8 +5,6 @@ holds the longest prefix of a text. An engine (engine/base.py) knows numbers of 
 llama.cpp; `KVCache.check` compares them.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable

@@ -1,7 +1,5 @@
 """A llama.cpp context: forward passes, and the KV cache that all sequences of a model share."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

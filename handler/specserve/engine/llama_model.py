@@ -1,7 +1,5 @@
 """A GGUF that llama.cpp has loaded: its weights, its vocabulary, and the check that a draft fits a target."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import cached_property, lru_cache

@@ -8,8 +8,6 @@ Every thread is bound to a core of its own. Four times a second the system is as
 core, and how busy others kept the cores that are not in use; then the cores are chosen that promise the fastest pass.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Binds each of llama.cpp's compute threads to a core of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

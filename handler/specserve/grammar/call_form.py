@@ -1,7 +1,5 @@
 """How models write tool calls: one notation, from which both their reader and their grammar are made."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass

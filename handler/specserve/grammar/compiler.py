@@ -1,7 +1,5 @@
 """Compiles JSON schemas, tool calls and GBNF grammars for a vocabulary, and caches the compiled grammars."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

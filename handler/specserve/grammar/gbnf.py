@@ -5,8 +5,6 @@ recursion is translated to one regular expression, and any other one to rules ov
 large vocabulary, but exact. What is wrong with a rule's repeats, parentheses and ranges is left to llguidance to say.
 """
 
-from __future__ import annotations
-
 import re
 from graphlib import CycleError, TopologicalSorter
 

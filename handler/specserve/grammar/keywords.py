@@ -1,7 +1,5 @@
 """The keywords and string formats of JSON Schema: which hold subschemas, which assert anything, which are supported."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Refuses or relaxes JSON Schemas that llguidance would ignore in part, misread or compile too slowly."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from math import prod

@@ -1,7 +1,5 @@
 """Proves that no value satisfies two branches of a `oneOf`, which means the same as `anyOf` then."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any

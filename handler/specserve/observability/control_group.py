@@ -1,7 +1,5 @@
 """The control group: requests without drafts, to measure what speculation brings on live traffic."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from random import Random

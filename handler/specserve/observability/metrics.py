@@ -1,7 +1,5 @@
 """Counters, gauges and histograms for Prometheus, collected here and sent every few seconds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple

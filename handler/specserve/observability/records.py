@@ -1,7 +1,5 @@
 """What the scheduler reports to metrics and traces: the step of each sequence and round, and how a sequence ends."""
 
-from __future__ import annotations
-
 import re
 from collections import abc
 from typing import NamedTuple, Protocol

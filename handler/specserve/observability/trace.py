@@ -1,7 +1,5 @@
 """An optional trace: a JSON line per sequence and round, without text, in files that are rotated."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

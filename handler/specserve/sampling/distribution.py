@@ -1,7 +1,5 @@
 """Turns logits into a probability distribution, and samples from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

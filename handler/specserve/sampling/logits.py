@@ -4,8 +4,6 @@ All are functions of the tokens before a position, draft tokens included, so the
 are rejected; the target's logits and the draft model's are treated alike.
 """
 
-from __future__ import annotations
-
 from collections import abc
 
 import numpy as np

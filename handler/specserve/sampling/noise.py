@@ -1,7 +1,5 @@
 """Makes noise by counters: a number is a pure function of its key, so no order of work can change or reuse it."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from enum import IntEnum

@@ -6,8 +6,6 @@ says how often the model's drafts are accepted there. Drafts after a rejection w
 learned from them.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import abc

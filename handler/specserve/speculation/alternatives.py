@@ -5,8 +5,6 @@ the rule recovers one of them, its row of logits is there already, and the round
 round would without drafts (round.py). The rules know nothing of it, so the distribution is the target's.
 """
 
-from __future__ import annotations
-
 import math
 from collections import abc
 from collections.abc import Container

@@ -1,7 +1,5 @@
 """The draft model: its KV cache of each sequence, and its logits of the next token."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

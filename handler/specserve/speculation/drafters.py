@@ -11,8 +11,6 @@ An end token ends the drafts of a step, and so does the end of a grammar. Under 
 the mask at its position is computed, so verification lacks at most the mask after all drafts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Measures what forward passes cost on this machine, once: the tables are kept on disk."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -9,8 +9,6 @@ drafts from a suffix tree of recent outputs), and the output that the client pre
     prediction    the prediction                        the longest match, the nearest to where the answer left it
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import abc
 from collections.abc import Iterator

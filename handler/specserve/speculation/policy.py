@@ -16,8 +16,6 @@ tokens, and the drafts bring .8, .64, .51, .41 and .33 tokens, so four are draft
 the most there is.
 """
 
-from __future__ import annotations
-
 import math
 from collections import abc, deque
 from collections.abc import Callable

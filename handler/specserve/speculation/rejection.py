@@ -15,8 +15,6 @@ A greedy request is verified by `accept_equal`. One that samples is verified by 
 for none, by `verify_coupled` if it has a seed, so that its output repeats, else by `verify_block`.
 """
 
-from __future__ import annotations
-
 from collections import abc
 from collections.abc import Callable
 from functools import partial

@@ -18,8 +18,6 @@ A round's time for grammar masks is limited: a sequence without its mask commits
 waits for the next round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from operator import mul

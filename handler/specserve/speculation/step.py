@@ -3,8 +3,6 @@
 The scheduler makes a `SequenceStep`, the round fills it in (round.py), and statistics, metrics and traces read it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple

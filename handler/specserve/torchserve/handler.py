@@ -16,8 +16,6 @@ A call waits for the slice that the last one started, takes new requests, runs a
 replies, and starts the next one, which runs while TorchServe sends the replies.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

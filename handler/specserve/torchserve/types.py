@@ -1,7 +1,5 @@
 """The parts of TorchServe's interface that the handler uses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Runs one function for `ours.py` in the project's own environment: arguments and result are JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A Hugging Face tokenizer built from the vocabulary in a GGUF, for clients that count tokens themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

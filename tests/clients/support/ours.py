@@ -1,7 +1,5 @@
 """Calls our own engine, in the project's own environment, from one that has none of our packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A proxy between a client and the server that keeps what they said, and checks it against the protocols' rules."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "assistants.h"
 #include "cache.h"
 #include "graph.h"
 
@@ -151,6 +152,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     }
     ggml_backend_buffer_i functions{};
     functions.free_buffer = [](ggml_backend_buffer_t buffer) {
+        Assistants::all().wait_idle();
         std::free(static_cast<Memory *>(buffer->context)->base);
         delete static_cast<Memory *>(buffer->context);
     };

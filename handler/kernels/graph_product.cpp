@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "assistants.h"
 #include "graph.h"
 
 namespace specserve {
@@ -53,52 +54,6 @@ class Pieces {
     int threads_;
 };
 
-// Rows in tiles of nearly the same size, quantised into memory that all threads share.
-class Activations {
-  public:
-    Activations(const Weights & w, int64_t rows, void * memory) : weights_(w), rows_(rows) {
-        tiles_ = (rows + w.kernels->max_tile - 1) / w.kernels->max_tile;
-        values_ = static_cast<int8_t *>(memory);
-        scales_ = reinterpret_cast<float *>(values_ + rows * w.k);
-        sums_ = reinterpret_cast<int32_t *>(scales_ + rows * blocks());
-    }
-
-    int64_t bytes() const { return rows_ * (weights_.k + 4 * blocks() * (1 + weights_.format->sums)); }
-    int64_t tiles() const { return tiles_; }
-    int64_t first_row(int64_t tile) const { return rows_ * tile / tiles_; }
-
-    Tile tile(int64_t t) const {
-        const int64_t row = first_row(t);
-        return {values_ + row * weights_.k, scales_ + row * blocks(), sums_ + row * blocks() * weights_.format->sums,
-                static_cast<int>(first_row(t + 1) - row)};
-    }
-
-    // One thread's share: some blocks of all rows of a tile, which lie side by side. Threads that took rows of one tile
-    // would write to the same cache lines: where two cores of a Zen 5 share no cache, a pass of 16 rows of a 3B took 96
-    // ms so, and takes 85.
-    template <class Source> void quantise(Source source, int thread, int threads) const {
-        const int64_t first = tiles_ * blocks() * thread / threads;
-        const int64_t last = tiles_ * blocks() * (thread + 1) / threads;
-        for (int64_t t = first / blocks(); t * blocks() < last; t++) {
-            const int64_t begin = std::max<int64_t>(first - t * blocks(), 0);
-            const int64_t end = std::min(last - t * blocks(), blocks());
-            for (int64_t row = first_row(t); row < first_row(t + 1); row++) {
-                weights_.format->quantise(source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
-            }
-        }
-    }
-
-  private:
-    int64_t blocks() const { return weights_.k / weights_.format->length; }
-
-    const Weights & weights_;
-    int64_t rows_;
-    int64_t tiles_;
-    int8_t * values_;
-    float * scales_;
-    int32_t * sums_;
-};
-
 // Which panels of a product are computed: all, or of the head some groups of columns (specserve_compute_head).
 class Columns {
   public:
@@ -113,6 +68,7 @@ class Columns {
     }
 
     int64_t panels() const { return panels_; }
+    bool are_all() const { return groups_ == nullptr; }
 
     int64_t panel(int64_t i) const {
         const int64_t column = i * lanes_;
@@ -150,14 +106,25 @@ class Product : public ggml::cpu::tensor_traits {
         const Weights weights = described(op->src[0]);
         const Columns columns(op, weights);
         const int64_t panels = columns.panels();
+        Assistants & assistants = Assistants::all();
+        const bool is_assisted = params->nth == 1 && assistants.any() && columns.are_all();
         auto * scratch = aligned(params->wdata);
-        const Activations activations(weights, ggml_nrows(x), scratch + Pieces::bytes(params->nth));
+        Activations activations(weights, ggml_nrows(x), scratch + Pieces::bytes(params->nth));
+        if (is_assisted) {
+            activations = Activations(weights, ggml_nrows(x), assistants.memory(activations.bytes()));
+        }
         const int64_t piece =
             std::clamp<int64_t>((activations.tiles() > 1 ? kPieceOfPrompt : kPiece) / weights.panel_bytes(), 1,
                                 std::max<int64_t>(1, panels / (4 * params->nth)));
-        const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
         const auto source = [&](int64_t row) { return reinterpret_cast<const float *>(row_of(x, row)); };
         activations.quantise(source, params->ith, params->nth);
+        // The rows of a result lie one after another, also those of several sequences.
+        auto * out = reinterpret_cast<float *>(row_of(op, 0));
+        if (is_assisted) {
+            assistants.compute({weights, activations, piece, out});
+            return true;
+        }
+        const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
         columns.clear(op, params->ith, params->nth);
         pieces.begin(params->ith);
         ggml_barrier(params->threadpool);
@@ -165,10 +132,9 @@ class Product : public ggml::cpu::tensor_traits {
         for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
             const int64_t end = std::min(panels, (p + 1) * piece);
             for (int64_t t = 0; t < activations.tiles(); t++) {
-                // The rows of a result lie one after another, also those of several sequences.
-                auto * out = reinterpret_cast<float *>(row_of(op, activations.first_row(t)));
+                float * to = out + activations.first_row(t) * op->ne[0];
                 for (int64_t panel = p * piece; panel < end; panel++) {
-                    weights.format->multiply(weights, columns.panel(panel), activations.tile(t), out, op->ne[0]);
+                    weights.format->multiply(weights, columns.panel(panel), activations.tile(t), to, op->ne[0]);
                 }
             }
         }

@@ -1,5 +1,6 @@
 // What Python calls (handler/specserve/engine/kernels.py), all of it with C linkage.
 
+#include "assistants.h"
 #include "cache.h"
 #include "library.h"
 
@@ -76,6 +77,9 @@ EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
     library().head_groups = groups;
     library().head_count = count;
 }
+
+// From now on products of passes that run in one thread are helped by one on each of these cores (assistants.h).
+EXPORT void specserve_assist(const int32_t * cores, int64_t count) { Assistants::all().run_on(cores, count); }
 
 // How often a graph came to a product or to attention of ours, since the library was loaded.
 EXPORT int64_t specserve_products() { return library().products.load(); }

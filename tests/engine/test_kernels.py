@@ -290,7 +290,7 @@ def test_repeated_loading_leaks_no_memory(tiny: Path) -> None:
 # ---- sanitizers ----
 
 _ALL_KERNELS = """
-import pathlib, sys
+import ctypes, os, pathlib, sys
 import numpy as np
 sys.path[:0] = sys.argv[2:]
 from specserve.engine import kernel_library
@@ -298,6 +298,7 @@ kernel_library.library_path = lambda: pathlib.Path(sys.argv[1])
 from attention_cases import conversations
 from kernel_products import BLOCK, FORMATS, product, quantised, variants
 for variant in variants():
+    kernel_library.library().specserve_assist(ctypes.byref(ctypes.c_int32(max(os.sched_getaffinity(0)))), 1)
     random = np.random.default_rng(0)
     for name in FORMATS:
         for columns, k in ((1, BLOCK[name]), (35, 512)):
@@ -305,7 +306,8 @@ for variant in variants():
             for rows in (1, 2, 15, 16, 17, 33):
                 x = random.normal(size=(rows, k)).astype(np.float32)
                 x[0, :3] = np.inf, -np.inf, np.nan
-                product(name, blocks, x, threads=2, pieces=1 + rows % 3)
+                for threads in (1, 2):
+                    product(name, blocks, x, threads=threads, pieces=1 + rows % 3)
     for size in (16, 48, 128, 256):
         for lengths in ((1,), (64, 1), (300, 33), (257,) * 33):
             case = conversations(0, lengths, size=size, key_heads=2, shared=3)

@@ -1,6 +1,8 @@
 """Compute threads of real llama.cpp contexts: bound to the cores that they are given, with the same results on any."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,16 +33,19 @@ class Engine:
         kernels.use(KERNELS)
         self.pool = ThreadPool()
         self.pool.run_on(CORES)
+        self._placed: tuple[tuple[int, ...], tuple[int, ...]] = CORES, ()
         self.engine = open_engine(path, n_slots=1, threads=len(CORES), pool=self.pool)
 
     def run(self, work: Callable[[], Result]) -> Result:
         return self._thread.submit(work).result()
 
-    def logits(self, cores: tuple[int, ...]) -> FloatArray:
+    def logits(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> FloatArray:
         """Of some tokens, computed on these cores."""
 
         def work() -> FloatArray:
-            self.pool.run_on(cores)
+            if (cores, assistants) != self._placed:
+                self.pool.run_on(cores, assistants)
+                self._placed = cores, assistants
             found = self.engine.forward([Row(7 + i, 0, i, wants_logits=True) for i in range(5)]).copy()
             self.engine.truncate(0, 0)
             return found
@@ -90,6 +95,22 @@ def test_each_thread_computes_on_a_core_of_its_own_with_the_same_bits(engine: En
         # A thread that computed on another core may sleep there.
         assert {core for core in after if sum(after[core]) > sum(before[core])} == set(cores)
         assert engine.run(lambda: os.sched_getaffinity(0)) == {cores[0]}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="an assistant needs a second core")
+@pytest.mark.skipif(KERNELS == "off", reason="assistants help with specserve's kernels: unset SPECSERVE_TEST_KERNELS")
+def test_assisted_passes_have_the_same_bits_however_the_assistant_is_interrupted(engine: Engine) -> None:
+    """A neighbour takes the assistant's core, so that pieces are taken away from it in the middle."""
+    expected = engine.logits(CORES)
+    loop = f"import os; os.sched_setaffinity(0, [{CORES[1]}])\nwhile True: pass"
+    before = read_usage().threads.get(CORES[1], (0, 0))
+    with subprocess.Popen([sys.executable, "-c", loop]) as neighbour:
+        found = [engine.logits(CORES[:1], CORES[1:]) for _ in range(300)]
+        after = read_usage().threads[CORES[1]]
+        neighbour.kill()
+    assert all(np.array_equal(logits, expected) for logits in found)
+    assert after[0] > before[0], "the assistant has never run"
+    assert np.array_equal(engine.logits(CORES), expected)
 
 
 def test_other_threads_of_the_process_keep_all_cores(engine: Engine) -> None:

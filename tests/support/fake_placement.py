@@ -7,13 +7,15 @@ from specserve.machine import Usable
 
 
 class FakePool:
-    """Records the cores that passes run on."""
+    """Records the cores that passes run on, and those of assistants."""
 
     def __init__(self) -> None:
         self.cores: list[tuple[int, ...]] = []
+        self.assistants: tuple[int, ...] = ()
 
-    def run_on(self, cores: tuple[int, ...]) -> None:
+    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
         self.cores.append(cores)
+        self.assistants = assistants
 
 
 class FakeMachine:

@@ -64,10 +64,13 @@ def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_with
             machine.run(placement, 0.25)
         others = tuple(core for core in range(cores) if core != taken)
         assert placement.cores == others
+        assert isinstance(placement.pool, FakePool)
+        # A thread on the core that is taken helps one that computes alone.
+        assert placement.pool.assistants == ((taken,) if cores == 2 else ())
         machine.taken[taken] = 0.0
         for _ in range(8):
             machine.run(placement, 0.25)
-        assert placement.cores == tuple(range(cores))
+        assert (placement.cores, placement.pool.assistants) == (tuple(range(cores)), ())
         machine.allowed = {*others}
         machine.run(placement, 0.25)
         assert placement.cores == others, "a cgroup has taken it away"
@@ -86,6 +89,8 @@ def test_a_single_thread_moves_to_the_free_core_and_stays_where_all_are_taken() 
     for _ in range(4):
         machine.run(placement)
     assert placement.cores == (1,)
+    assert isinstance(placement.pool, FakePool)
+    assert placement.pool.assistants == (), "there are never more threads than configured"
     for threads in (1, 2):
         placement = placement_on(machine, threads)
         machine.taken = {0: 1.0, 1: 1.0}

@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "format": (_TEXT, [_INT]),
     "take": (None, [ctypes.c_uint]),
     "compute_head": (None, [_POINTER, _LONG]),
+    "assist": (None, [_POINTER, _LONG]),
     "products": (_LONG, []),
     "attentions": (_LONG, []),
     "left": (_INT, []),

@@ -6,6 +6,7 @@ two cores with one neighbour takes two to a hundred times as long as one over th
 
 Every thread is bound to a core of its own. Four times a second the system is asked how long each thread waited for its
 core, and how busy others kept the cores that are not in use; then the cores are chosen that promise the fastest pass.
+If that is one core, threads on the others assist: they help while they get their core, and nobody waits for them.
 """
 
 import errno
@@ -185,7 +186,8 @@ class Placement:
                 self._next_log = now + _LOG_SECONDS
             # What is known of threads on other cores says nothing of these.
             self.cores, self._last = best, None
-            self.pool.run_on(best)
+            others = tuple(core for core in mine if core not in best) if len(best) == 1 else ()
+            self.pool.run_on(best, others[: threads - 1])
 
     def _look(self, now: Usage) -> None:
         """Update which cores there are, and the share of each that a thread would get, since the last look."""

@@ -10,6 +10,7 @@ from functools import cache
 
 import llama_cpp
 
+from specserve.engine import kernel_library
 from specserve.engine.llama_model import start_backend
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,13 @@ class ThreadPool:
     def remove(self, context: llama_cpp.llama_context_p) -> None:
         self._contexts.remove(context)
 
-    def run_on(self, cores: tuple[int, ...]) -> None:
-        """Compute with one thread on each of these cores from the next pass on."""
+    def run_on(self, cores: tuple[int, ...], assistants: tuple[int, ...] = ()) -> None:
+        """Compute with one thread on each of these cores from the next pass on.
+
+        If it is one core, threads on those of the assistants help while they can (assistants.h).
+        """
+        if found := kernel_library.loaded():
+            found.specserve_assist((ctypes.c_int32 * len(assistants))(*assistants), len(assistants))
         params = _Params()
         _library("ggml-base").ggml_threadpool_params_init(ctypes.byref(params), ctypes.c_int(len(cores)))
         # llama.cpp's mask ends there; on cores beyond it threads stay where the system puts them.

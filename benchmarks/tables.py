@@ -34,8 +34,7 @@ INTRODUCTION = """# Results
 Two cores of shared AMD EPYCs (Zen 5, Zen 4, and Zen 3 with AVX2 alone) and an Intel Emerald Rapids. The pair \
 is Qwen2.5-Coder 1.5B (Q4_K_M) with its 0.5B in pure Q4_0 as the draft; "3B" is the 1.5B at the cost of Qwen2.5 3B. \
 Compare within a run only: between runs ratios vary by a tenth. `tables.py` writes this page from the linked \
-files, which hold dates and commands. See [what each mechanism buys](decisions/ledger.md) and \
-[what was tried](decisions/tried.md)."""
+files, which hold dates and commands."""
 Results = Mapping[str, Row]
 # Texts by the keys of their rows.
 Column = dict[Any, str]

@@ -8,18 +8,9 @@ import pytest
 from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items, slow_question
 from wire import Wire
 
-TOOLS: Any = [
-    {
-        "name": "count_items",
-        "description": count_items.__doc__,
-        "input_schema": {
-            "type": "object",
-            "properties": {"item": {"enum": ["pears", "plums"]}},
-            "required": ["item"],
-            "additionalProperties": False,
-        },
-    }
-]
+ITEM: Any = {"item": {"enum": ["pears", "plums"]}}
+SCHEMA: Any = {"type": "object", "properties": ITEM, "required": ["item"], "additionalProperties": False}
+TOOLS: Any = [{"name": "count_items", "description": count_items.__doc__, "input_schema": SCHEMA}]
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 # Its methods have no temperature any more.
 SETTINGS: Any = {"model": MODEL, "extra_body": {"temperature": 0}, "max_tokens": 200, "system": RULES}
@@ -89,9 +80,9 @@ def test_an_error_has_the_clients_own_class(wire: Wire) -> None:
 
 def test_pings_before_the_first_token_are_no_text(wire: Wire) -> None:
     messages = client(wire).messages
-    asked: list[Any] = [{"role": "user", "content": slow_question(words=1800)}]
-    with messages.stream(messages=asked, **SETTINGS | {"max_tokens": 8}) as stream:
+    asked = {"role": "user", "content": slow_question(words=1800)}
+    options: Any = {**SETTINGS, "messages": [asked], "max_tokens": 8}
+    with messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
     assert b"event: ping\n" in wire.exchanges[-1].reply
-    whole = messages.create(messages=asked, **SETTINGS | {"max_tokens": 8})
-    assert text == whole.content[0].text
+    assert text == messages.create(**options).content[0].text

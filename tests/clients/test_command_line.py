@@ -190,15 +190,9 @@ def run(command: list[object], wire: Wire, repository: Path, variables: dict[str
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", **own}
     log = home / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=repository,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        words = [str(word) for word in command]
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=repository, env=environment, start_new_session=True, **streams)
         last_request = len(wire.exchanges) + MAX_REQUESTS
         seen: Any = None
         end = 0.0

@@ -12,6 +12,8 @@ from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items
 from wire import Wire
 
 PROTOCOLS = ["chat", "responses", "messages"]
+# It names the tool, since LangChain leaves the choice to the model.
+TURN = {"messages": [("user", f"{QUESTION} Call count_items.")]}
 
 
 def model(wire: Wire, protocol: str) -> BaseChatModel:
@@ -22,11 +24,7 @@ def model(wire: Wire, protocol: str) -> BaseChatModel:
 
 
 def agent(wire: Wire, protocol: str) -> Any:
-    """An agent with the tool; the question names it, since LangChain leaves the choice to the model."""
     return create_agent(model(wire, protocol), [count_items], system_prompt=RULES)
-
-
-TURN = {"messages": [("user", f"{QUESTION} Call count_items.")]}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

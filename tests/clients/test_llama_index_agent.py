@@ -12,29 +12,16 @@ from wire import Wire
 
 
 def model(wire: Wire) -> OpenAILike:
-    return OpenAILike(
-        model=MODEL,
-        api_base=f"{wire.url}/v1",
-        api_key=wire.key,
-        is_chat_model=True,
-        is_function_calling_model=True,
-        max_retries=0,
-        max_tokens=200,
-        temperature=0,
-    )
+    options: Any = {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0}
+    options |= {"max_tokens": 200, "temperature": 0}
+    return OpenAILike(model=MODEL, api_base=f"{wire.url}/v1", api_key=wire.key, **options)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_an_agent_runs_its_tool(wire: Wire, streaming: bool) -> None:
     async def run() -> Any:
-        agent = FunctionAgent(
-            tools=[count_items],
-            llm=model(wire),
-            system_prompt=RULES,
-            streaming=streaming,
-            initial_tool_choice="count_items",
-        )
-        return await agent.run(QUESTION)
+        options: Any = {"system_prompt": RULES, "streaming": streaming, "initial_tool_choice": "count_items"}
+        return await FunctionAgent(tools=[count_items], llm=model(wire), **options).run(QUESTION)
 
     outcome = asyncio.run(run())
     assert [call.tool_name for call in outcome.tool_calls] == ["count_items"]

@@ -51,13 +51,15 @@ def test_a_chat_calls_a_tool_and_uses_its_result(wire: Wire, stream: bool) -> No
     assert COUNT in last.message.content
 
 
-def test_the_helpers_of_chats_parse_calls_and_answers(wire: Wire) -> None:
+def test_the_helpers_of_chats_and_responses_parse_calls_and_answers(wire: Wire) -> None:
     chat = client(wire).chat.completions
     named: Any = {"type": "function", "function": {"name": "count_items"}}
     called = chat.parse(messages=MESSAGES, tools=CHAT_TOOLS, tool_choice=named, **SETTINGS)
     assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, CountItems)
     answered = chat.parse(messages=MESSAGES, response_format=Stock, **SETTINGS)
     assert isinstance(answered.choices[0].message.parsed, Stock)
+    response = client(wire).responses.parse(input=QUESTION, text_format=Stock, **SETTINGS)
+    assert isinstance(response.output_parsed, Stock)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -87,11 +89,6 @@ def test_a_response_calls_a_tool_and_uses_its_result(wire: Wire, stream: bool) -
     last = respond([question, *first.output, result])
     assert last.status == "completed"
     assert COUNT in last.output_text
-
-
-def test_the_helper_of_responses_parses_an_answer(wire: Wire) -> None:
-    answer = client(wire).responses.parse(input=QUESTION, text_format=Stock, **SETTINGS)
-    assert isinstance(answer.output_parsed, Stock)
 
 
 def test_signs_of_life_before_the_first_token_of_a_chat_are_no_text(wire: Wire) -> None:

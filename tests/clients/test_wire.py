@@ -12,6 +12,7 @@ SCHEMA = {"type": "object", "properties": {"item": {"enum": ["pears"]}}, "requir
 CHAT = {"tools": [{"type": "function", "function": {"name": "count", "parameters": SCHEMA}}]}
 RESPONSES = {"tools": [{"type": "function", "name": "count", "parameters": SCHEMA}, {"type": "web_search"}]}
 MESSAGES = {"tools": [{"name": "count", "input_schema": SCHEMA}]}
+ROUTES = [("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)]
 
 
 def stream(*events: Any) -> bytes:
@@ -43,9 +44,6 @@ def called(route: str, body: Any, arguments: str) -> list[Exchange]:
         Exchange("POST", route, body, 200, json.dumps(whole).encode(), is_whole=True),
         Exchange("POST", route, {**body, "stream": True}, 200, stream(*events), is_whole=True),
     ]
-
-
-ROUTES = [("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)]
 
 
 @pytest.mark.parametrize(("route", "body"), ROUTES)

@@ -61,13 +61,9 @@ def test_a_worker_takes_its_weights_the_caches_that_it_announces_and_little_else
 
 
 def complete(server: Server, prompt: str, max_tokens: int = 32, **speculation: Any) -> Any:
-    return server.client().completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0,
-        extra_body={"speculation": speculation} if speculation else None,
-    )
+    extra = {"speculation": speculation} if speculation else None
+    body: Any = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    return server.client().completions.create(**body, extra_body=extra)
 
 
 def test_generated_code_parses_and_completes_an_expression(coder: Server) -> None:
@@ -87,23 +83,15 @@ def test_greedy_output_is_the_same_with_and_without_speculation(coder: Server) -
         assert statistics["rounds"] < plain.model_extra["speculation"]["rounds"], family
 
 
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Tells the weather of a city.",
-        "parameters": {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
-            },
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
+PARAMETERS: Any = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
+NAMED: Any = {"name": "get_weather", "description": "Tells the weather of a city."}
+WEATHER: Any = {"type": "function", "function": {**NAMED, "parameters": PARAMETERS}}
 CLOCK: Any = {"type": "function", "function": {"name": "get_time", "description": "Tells the time."}}
 BY_NAME: Any = {"type": "function", "function": {"name": "get_weather"}}
 QUESTION: Any = {"role": "user", "content": "What is the weather in Rome?"}
@@ -116,7 +104,7 @@ def call_of(message: Any) -> str:
     assert call.function.name == "get_weather"
     arguments = json.loads(call.function.arguments)
     assert arguments["city"].startswith("Rome")
-    jsonschema.validate(arguments, WEATHER["function"]["parameters"])
+    jsonschema.validate(arguments, PARAMETERS)
     return str(call.function.arguments)
 
 
@@ -124,16 +112,8 @@ def call_of(message: Any) -> str:
 def test_a_tool_is_called_whole_without_speculation_and_streamed_with_it(
     coder: Server, choice: Any, temperature: float
 ) -> None:
-    fields: Any = {
-        "model": MODEL,
-        "messages": [QUESTION],
-        "tools": [WEATHER, CLOCK],
-        "tool_choice": choice,
-        "parallel_tool_calls": False,
-        "temperature": temperature,
-        "seed": 7,
-        "max_tokens": 200,
-    }
+    fields: Any = {"model": MODEL, "messages": [QUESTION], "tools": [WEATHER, CLOCK], "tool_choice": choice}
+    fields |= {"parallel_tool_calls": False, "temperature": temperature, "seed": 7, "max_tokens": 200}
     client = coder.client()
     plain = client.chat.completions.create(**fields, extra_body={"speculation": {"mode": "off"}})
     [whole] = plain.choices
@@ -145,30 +125,26 @@ def test_a_tool_is_called_whole_without_speculation_and_streamed_with_it(
         [streamed] = stream.get_final_completion().choices
     assert streamed.finish_reason == "tool_calls"
     assert call_of(streamed.message) == call_of(whole.message)
-    [drafted] = [
-        extra["speculation"] for event in events if (extra := event.chunk.model_extra or {}).get("speculation")
-    ]
+    extras = [event.chunk.model_extra or {} for event in events]
+    [drafted] = [extra["speculation"] for extra in extras if extra.get("speculation")]
     assert drafted["rounds"] < plain.model_extra["speculation"]["rounds"]
 
 
 def test_chats_responses_and_messages_call_the_same_tool_and_use_its_result_alike(coder: Server) -> None:
     client: Any = coder.client()
-    function, result = WEATHER["function"], "sunny, 31 degrees"
+    result = "sunny, 31 degrees"
 
     chat: Any = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
     first = client.chat.completions.create(**chat, messages=[QUESTION], tool_choice="required").choices[0].message
     arguments = call_of(first)
     turns = [QUESTION, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": result}]
-    follows = (
-        client.chat.completions.create(**chat, messages=turns, tool_choice="none", max_tokens=60).choices[0].message
-    )
+    chat |= {"messages": turns, "tool_choice": "none", "max_tokens": 60}
+    follows = client.chat.completions.create(**chat).choices[0].message
     assert follows.tool_calls is None
     assert "31" in follows.content
 
-    options: Any = {"model": MODEL, "tools": [{"type": "function", **function}], "temperature": 0}
+    options: Any = {"model": MODEL, "tools": [{"type": "function", **WEATHER["function"]}], "temperature": 0}
     with client.responses.stream(**options, input=[QUESTION], tool_choice="required") as stream:
-        for _ in stream:
-            pass
         [item] = stream.get_final_response().output
     assert item.type == "function_call"
     assert (item.name, item.arguments) == ("get_weather", arguments)
@@ -176,8 +152,8 @@ def test_chats_responses_and_messages_call_the_same_tool_and_use_its_result_alik
     turns = [QUESTION, item.to_dict(), answer]
     assert client.responses.create(**options, input=turns, tool_choice="none").output_text == follows.content
 
-    tool = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
-    body = {"messages": [QUESTION], "tools": [tool], "max_tokens": 200, "temperature": 0}
+    tools = [{**NAMED, "input_schema": PARAMETERS}]
+    body = {"messages": [QUESTION], "tools": tools, "max_tokens": 200, "temperature": 0}
     message = coder.post({**body, "tool_choice": {"type": "any"}}, route="/v1/messages").json()
     [use] = message["content"]
     assert message["stop_reason"] == "tool_use"
@@ -190,17 +166,14 @@ def test_chats_responses_and_messages_call_the_same_tool_and_use_its_result_alik
 
 # As llama.cpp's plug-ins for editors ask.
 OTHER_FILE = {"filename": "shapes.py", "text": "def area_of_rectangle(width, height):\n    return width * height\n"}
+LIMITS = {"n_predict": 32, "n_indent": 4, "top_k": 40, "top_p": 0.99, "t_max_predict_ms": 5000}
 GAP: dict[str, Any] = {
     "input_prefix": "from shapes import area_of_rectangle\n\n\ndef area_of_square(side):\n",
     "input_suffix": "\n\n\nprint(area_of_square(3))\n",
     "input_extra": [OTHER_FILE],
     "prompt": "    return area_of_",
-    "n_predict": 32,
-    "n_indent": 4,
-    "top_k": 40,
-    "top_p": 0.99,
     "samplers": ["top_k", "top_p", "infill"],
-    "t_max_predict_ms": 5000,
+    **LIMITS,
 }
 
 

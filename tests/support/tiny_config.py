@@ -12,11 +12,13 @@ PROJECT = Path(__file__).parents[2]
 PYTHON = PROJECT / ".venv" / "bin" / "python"
 # All configurations have these models, so that they are written and requantised once.
 MODELS = PROJECT / ".specserve" / "tiny"
+TORCHSERVE = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 12, "maxBatchDelay": 1, "continuousBatching": True}
+TORCHSERVE |= {"responseTimeout": 30, "startupTimeout": 300, "maxRetryTimeoutInSec": 86400, "jobQueueSize": 100}
 
 
 def tiny_config(directory: Path, architecture: str = "qwen2", **changes: Any) -> Path:
     """Write a model YAML that names a pair of models, with some values changed; dicts are merged."""
-    models = {}
+    models: dict[str, Any] = {}
     for role in ("target", "draft"):
         path = MODELS / f"tiny-{architecture}-{role}.gguf"
         writer = Path(__file__).with_name("tiny_models.py")
@@ -24,27 +26,10 @@ def tiny_config(directory: Path, architecture: str = "qwen2", **changes: Any) ->
             subprocess.run([PYTHON, writer, path, architecture, role], check=True)
         # Batch-invariant, which single precision is not.
         models[role] = {"path": str(path), "requantise": "q4_0"}
-    document: dict[str, Any] = {
-        "minWorkers": 1,
-        "maxWorkers": 1,
-        "batchSize": 12,
-        "maxBatchDelay": 1,
-        "continuousBatching": True,
-        "responseTimeout": 30,
-        "startupTimeout": 300,
-        "maxRetryTimeoutInSec": 86400,
-        "jobQueueSize": 100,
-        "handler": {
-            "model_id": "tiny",
-            **models,
-            # A second one costs more than it brings: matrices this small are waiting for each other.
-            "threads": 1,
-            "sequences": 8,
-            "context_length": 512,
-            # With `auto` the controller would not draft: the draft is as slow as its target.
-            "speculation": {"mode": "fixed", "gamma": 3},
-        },
-    }
+    # A second thread costs more than it brings: matrices this small are waiting for each other.
+    handler = {"model_id": "tiny", **models, "threads": 1, "sequences": 8, "context_length": 512}
+    # With `auto` the controller would not draft: the draft is as slow as its target.
+    handler["speculation"] = {"mode": "fixed", "gamma": 3}
 
     def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         return document | {
@@ -54,5 +39,5 @@ def tiny_config(directory: Path, architecture: str = "qwen2", **changes: Any) ->
 
     config = directory / "tiny.yaml"
     partial = config.with_name(f"{config.name}.{os.getpid()}")
-    partial.write_text(yaml.safe_dump(merged(document, changes)), encoding="utf-8")
+    partial.write_text(yaml.safe_dump(merged({**TORCHSERVE, "handler": handler}, changes)), encoding="utf-8")
     return partial.replace(config)

@@ -78,21 +78,27 @@ class Server:
     def client(self) -> openai.OpenAI:
         return openai_client(f"{self.url}/v1", self.key)
 
+    def authorization(self, kind: str = "inference") -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token(kind)}"}
+
     def post(self, body: object = None, *, route: str = "/v1/completions", **options: Any) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self.key}", **options.pop("headers", {})}
+        headers = self.authorization() | options.pop("headers", {})
         timeout = options.pop("timeout", PATIENCE_SECONDS)
         content = options if "data" in options else {"json": body, **options}
         return requests.post(self.url + route, headers=headers, timeout=timeout, **content)
 
     def get(self, route: str) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return requests.get(self.url + route, headers=headers, timeout=PATIENCE_SECONDS)
+        return requests.get(self.url + route, headers=self.authorization(), timeout=PATIENCE_SECONDS)
 
-    def manage(self, method: str, path: str) -> requests.Response:
+    def manage(self, method: str, path: str, *, key: str = "management") -> requests.Response:
         """A call of TorchServe's management API."""
-        headers = {"Authorization": f"Bearer {self.token('management')}"}
         url = f"http://127.0.0.1:{self.port + 1}{path}"
-        return requests.request(method, url, headers=headers, timeout=PATIENCE_SECONDS)
+        return requests.request(method, url, headers=self.authorization(key), timeout=PATIENCE_SECONDS)
+
+    def register(self, archive: str) -> None:
+        """Register an archive of the server's model store."""
+        answer = self.manage("POST", f"/models?url={archive}&initial_workers=1&synchronous=true")
+        assert answer.ok, answer.text
 
     def worker(self) -> psutil.Process:
         [found] = self.manage("GET", f"/models/{self.model}").json()[0]["workers"]
@@ -125,8 +131,7 @@ class Server:
 @contextlib.contextmanager
 def registered(server: Server, name: str) -> Iterator[Server]:
     """The model of NAME.mar in the server's model store, beside the server's own; it is unregistered at the end."""
-    answer = server.manage("POST", f"/models?url={name}.mar&initial_workers=1&synchronous=true")
-    assert answer.ok, answer.text
+    server.register(f"{name}.mar")
     try:
         yield replace(server, model=name)
     finally:

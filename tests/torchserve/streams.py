@@ -17,6 +17,13 @@ LONG = {**GREEDY, "max_tokens": 480, "stream": True}
 LOST_AFTER_SECONDS = 10
 
 
+def greedy_text(server: Server) -> str:
+    """The text of the greedy request."""
+    answer = server.post(GREEDY)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
 def is_serving(server: Server) -> bool:
     """Whether a request is answered; one that TorchServe hands to a worker that has just died may never be."""
     with contextlib.suppress(requests.RequestException):

@@ -60,9 +60,7 @@ def balancer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield url
 
 
-def test_openais_path_is_routed_to_a_server_and_a_large_body_is_openais_413_error(
-    balancer: str, server: Server
-) -> None:
+def test_openais_path_reaches_a_server_and_a_large_body_is_openais_413_error(balancer: str, server: Server) -> None:
     client = openai_client(balancer, server.key)
     assert [model.id for model in client.models.list()][-1] == "qwen"
     body: dict[str, Any] = {"model": "qwen", "prompt": "One", "max_tokens": 60, "temperature": 0}
@@ -83,8 +81,7 @@ def test_concurrent_requests_of_a_key_are_limited(server: Server, tmp_path: Path
             with pytest.raises(openai.RateLimitError) as refusal:
                 client.completions.create(**body, max_tokens=1)
         assert refusal.value.code == "rate_limit_exceeded"
-        headers = {"Authorization": f"Bearer {server.key}"}
-        models = partial(requests.get, f"{url}/models", headers=headers, timeout=PATIENCE_SECONDS)
+        models = partial(requests.get, f"{url}/models", headers=server.authorization(), timeout=PATIENCE_SECONDS)
         until(lambda: models().ok, "the next request is accepted")
 
 

@@ -17,18 +17,8 @@ import psutil
 import pytest
 import requests
 
-from server import (
-    PATIENCE_SECONDS,
-    Server,
-    free_ports,
-    processes,
-    running,
-    stop,
-    until,
-    worker,
-    workers,
-)
-from streams import GREEDY, LONG, LOST_AFTER_SECONDS, begin_streams, is_serving, read, sequences
+from server import PATIENCE_SECONDS, Server, free_ports, processes, running, stop, until, worker, workers
+from streams import GREEDY, LONG, LOST_AFTER_SECONDS, begin_streams, greedy_text, is_serving, read, sequences
 from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
@@ -60,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def expected(server: Server) -> str:
     """The text of the greedy request before any fault."""
-    return str(server.post(GREEDY).json()["choices"][0]["text"])
+    return greedy_text(server)
 
 
 def report(measurement: str) -> None:
@@ -84,7 +74,7 @@ def test_the_streams_of_a_killed_or_hung_worker_end_and_the_next_worker_serves(
     until(lambda: is_serving(server), "an answer of the next worker")
     report(f"an answer of the next worker {time.monotonic() - started:.1f} s after {kind.name}")
     assert worker(server.state).pid != broken.pid
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
+    assert greedy_text(server) == expected
 
 
 def test_after_a_request_without_a_worker_the_next_worker_serves(server: Server, expected: str) -> None:
@@ -112,7 +102,7 @@ def test_a_worker_killed_repeatedly_while_it_loads_is_restarted(server: Server, 
     killing = until(kill_another, f"{KILLS} workers")
     seconds = until(lambda: is_serving(server), "an answer of the next worker")
     report(f"{KILLS} killed within {killing:.0f} s; an answer {seconds:.1f} s later")
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
+    assert greedy_text(server) == expected
 
 
 def test_200_disconnected_streams_leave_the_server_idle(server: Server, expected: str) -> None:
@@ -124,7 +114,7 @@ def test_200_disconnected_streams_leave_the_server_idle(server: Server, expected
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(start_and_disconnect, range(200)))
     report(f"idle {until(lambda: sequences(server) == (0, 0), 'an idle server'):.2f} s after the last one left")
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
+    assert greedy_text(server) == expected
 
 
 def test_a_client_that_does_not_read_its_stream_delays_no_other(server: Server) -> None:
@@ -161,7 +151,7 @@ def test_a_full_queue_is_a_503_a_body_over_the_limit_a_413_and_accepted_requests
     assert set(statuses) == {200, 503}
     assert statuses.count(200) >= 10
     assert server.post({"prompt": "x" * (2 << 20)}).status_code == 413
-    assert server.post(GREEDY).json()["choices"][0]["text"] == expected
+    assert greedy_text(server) == expected
 
 
 def test_stop_during_streams_ends_them_and_leaves_no_process(server: Server) -> None:

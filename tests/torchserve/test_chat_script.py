@@ -6,6 +6,7 @@ import re
 import select
 import subprocess
 import time
+from typing import Any
 
 import pytest
 
@@ -56,18 +57,15 @@ class Terminal:
         return text.decode(errors="replace")
 
 
-def test_answers_have_figures_and_a_refused_message_is_one_sentence_after_which_the_chat_continues(
-    server: Server,
-) -> None:
+def test_answers_have_figures_and_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server) -> None:
     lines = f"Hello\n/plain\n{'too long ' * 400}\nHello again\n/fast\n"
     outcome = chat(server.port, "--max-tokens", "40", lines=lines)
     assert outcome.returncode == 0, outcome.stderr
     assert "\x1b" not in outcome.stdout
     assert not outcome.stderr
     # The output begins with the text that OpenAI's client gets.
-    answer = server.client().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=40, temperature=0
-    )
+    hello: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    answer = server.client().chat.completions.create(**hello, max_tokens=40)
     text = answer.choices[0].message.content or ""
     assert outcome.stdout.startswith(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text))
     assert re.search(f"^{FIGURES}{GAIN}$", outcome.stdout, re.MULTILINE)

@@ -188,7 +188,5 @@ def test_drafts_prefixes_and_kept_responses_are_those_of_the_same_key_alone(open
     assert cached == [0, 0, usages[0]["prompt_tokens"] - 1]
 
     body = {"input": "Hello", "max_output_tokens": 4, "temperature": 0}
-    _, (status, refused), (continued, _) = ask(
-        "/v1/responses", body, lambda first: {"previous_response_id": first["id"]}
-    )
-    assert (status, refused["error"]["code"], continued) == (400, "previous_response_not_found", 200)
+    _, (other, refused), (same, _) = ask("/v1/responses", body, lambda first: {"previous_response_id": first["id"]})
+    assert (other, refused["error"]["code"], same) == (400, "previous_response_not_found", 200)

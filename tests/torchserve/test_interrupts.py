@@ -12,7 +12,8 @@ pytestmark = pytest.mark.server
 # `scripts/serve`, with signals to itself before the first call that has these words in its arguments returns.
 PROGRAM = """
 import builtins, os, signal, sys
-from specserve.cli import __main__, torchserve_process
+# `server` annotates with Popen[bytes], which a function in its place is not.
+from specserve.cli import __main__, server, torchserve_process
 
 words, names = sys.argv.pop(1), sys.argv.pop(1)
 # A shell ignores it for what it starts in the background, such as these tests.

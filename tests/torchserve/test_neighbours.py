@@ -10,10 +10,11 @@ import pytest
 import requests
 
 from server import PATIENCE_SECONDS, Server, registered
+from streams import GREEDY
 
 pytestmark = pytest.mark.server
 
-LONG = {"prompt": "The quick brown fox", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+LONG = {**GREEDY, "max_tokens": 150}
 ECHO = '''
 def handle(data, context):
     """Return the body of every request."""
@@ -34,7 +35,7 @@ def archive_echo(store: Path, directory: Path) -> None:
 
 def test_another_model_and_ours_answer_concurrent_requests(server: Server, tmp_path: Path) -> None:
     archive_echo(server.state / "model_store", tmp_path)
-    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "text/plain"}
+    headers = {**server.authorization(), "Content-Type": "text/plain"}
     with registered(server, "echo") as echo, ThreadPoolExecutor(4) as pool:
         alone = server.post(LONG).json()["choices"][0]["text"]
         completions = [pool.submit(server.post, LONG) for _ in range(4)]

@@ -38,15 +38,11 @@ class Operator(Server):
     def state(self) -> Path:
         return self.directory
 
-    def workers(self) -> list[Any]:
-        """TorchServe's list of the model's workers."""
-        answer = self.manage("GET", "/models/qwen")
-        return list(answer.json()[0]["workers"]) if answer.ok else []
-
     def is_ready(self) -> bool:
         # Until TorchServe has written its whole key file and listens, there is nothing to ask.
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, requests.ConnectionError):
-            return any(worker["status"] == "READY" for worker in self.workers())
+            answer = self.manage("GET", "/models/qwen")
+            return answer.ok and any(worker["status"] == "READY" for worker in answer.json()[0]["workers"])
         return False
 
     def complete(self, version: str = "1.0") -> str:
@@ -55,10 +51,6 @@ class Operator(Server):
     def answer(self, version: str) -> Any:
         url = f"http://127.0.0.1:{self.port}/predictions/qwen/{version}/v1"
         return openai_client(url, self.token("inference")).completions.create(model="tiny", **BODY)
-
-    def register(self, archive: str) -> None:
-        answer = self.manage("POST", f"/models?url={archive}&initial_workers=1&synchronous=true")
-        assert answer.ok, answer.text
 
     def scale(self, workers: int, version: str = "1.0") -> None:
         path = f"/models/qwen/{version}?min_worker={workers}&max_worker={workers}&synchronous=true"
@@ -121,9 +113,7 @@ def operator(store: Path, foreign_python: Path, tmp_path_factory: pytest.TempPat
         process.wait(timeout=PATIENCE_SECONDS)
 
 
-def test_the_archive_serves_without_this_project_and_without_torch_in_250_mb(
-    operator: Operator, foreign_python: Path
-) -> None:
+def test_the_archive_serves_in_250_mb_without_this_project_or_torch(operator: Operator, foreign_python: Path) -> None:
     assert len(operator.complete()) > 0
     worker = operator.worker()
     assert str(foreign_python.parent) in " ".join(worker.cmdline())
@@ -131,12 +121,8 @@ def test_the_archive_serves_without_this_project_and_without_torch_in_250_mb(
 
 
 def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
-    url = f"http://127.0.0.1:{operator.port + 1}/token?type=inference"
     old = operator.key
-    refused, renewed = (
-        requests.get(url, headers={"Authorization": f"Bearer {operator.token(kind)}"}, timeout=PATIENCE_SECONDS)
-        for kind in ("management", "API")
-    )
+    refused, renewed = (operator.manage("GET", "/token?type=inference", key=kind) for kind in ("management", "API"))
     assert (refused.status_code, renewed.status_code) == (400, 200)
     assert operator.key != old
     assert operator.complete()
@@ -164,7 +150,6 @@ def test_a_canary_can_be_removed_registered_again_and_made_the_default(operator:
     operator.scale(0)
     assert operator.manage("DELETE", "/models/qwen/1.0").ok
     assert operator.complete("1.1") == text
-    headers = {"Authorization": f"Bearer {operator.key}"}
     url = f"http://127.0.0.1:{operator.port}/predictions/qwen"
-    bare = requests.post(url, json=BODY, headers=headers, timeout=PATIENCE_SECONDS)
+    bare = requests.post(url, json=BODY, headers=operator.authorization(), timeout=PATIENCE_SECONDS)
     assert bare.json()["choices"][0]["text"] == text

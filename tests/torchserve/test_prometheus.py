@@ -20,10 +20,8 @@ from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, registered, un
 from specserve.observability.metrics import ALL
 
 PROMETHEUS = shutil.which("prometheus")
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus is on PATH: apt install prometheus"),
-]
+needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus is on PATH: apt install prometheus")
+pytestmark = [pytest.mark.server, needs_prometheus]
 
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 TEXTS = 'sum by (group) (specserve_texts_total{model="watched"})'
@@ -63,18 +61,12 @@ def prometheus(watched: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A Prometheus that scrapes the server every second, after some requests."""
     directory = tmp_path_factory.mktemp("prometheus")
     scrape = {"job_name": "specserve", "static_configs": [{"targets": [f"127.0.0.1:{watched.port + 2}"]}]}
-    (directory / "prometheus.yml").write_text(
-        yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]})
-    )
+    settings, data = directory / "prometheus.yml", directory / "data"
+    settings.write_text(yaml.safe_dump({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}))
     port = free_ports(1)
-    command = [
-        str(PROMETHEUS),
-        f"--config.file={directory / 'prometheus.yml'}",
-        f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=error",
-    ]
-    process = subprocess.Popen(command)
+    options = ["--log.level=error", f"--web.listen-address=127.0.0.1:{port}"]
+    options += [f"--config.file={settings}", f"--storage.tsdb.path={data}"]
+    process = subprocess.Popen([str(PROMETHEUS), *options])
     try:
         found = Prometheus(port)
         _send_requests(watched, 1)

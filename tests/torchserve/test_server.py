@@ -12,26 +12,20 @@ import requests
 from pydantic import BaseModel, Field
 
 from server import PATIENCE_SECONDS, Server, registered, until
-from streams import sequences
+from streams import PROMPT, sequences
 
 pytestmark = pytest.mark.server
 
-PROMPT = "The quick brown fox"
 CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def llama(server: Server, archive: Callable[..., Path]) -> Iterator[Server]:
-    """A Llama pair, whose tokeniser is SentencePiece's."""
+def pairs(server: Server, archive: Callable[..., Path]) -> Iterator[list[Server]]:
+    """The Qwen2 pair, and a Llama pair, whose tokeniser is SentencePiece's."""
     archive("llama", "llama")
     with registered(server, "llama") as llama:
-        yield llama
+        yield [server, llama]
         llama.assert_undisturbed()
-
-
-@pytest.fixture
-def pairs(server: Server, llama: Server) -> list[Server]:
-    return [server, llama]
 
 
 class Cat(BaseModel):
@@ -137,8 +131,8 @@ def test_what_torchserve_passes_on_is_read_as_json_or_refused(server: Server) ->
 
 def test_the_model_url_without_a_route_serves_completions_and_a_wrong_key_is_torchserves_400(server: Server) -> None:
     for url in (server.url, server.url.removesuffix("/1.0")):
-        headers = {"Authorization": f"Bearer {server.key}"}
-        answer = requests.post(url, json={"prompt": PROMPT, "max_tokens": 3}, headers=headers, timeout=PATIENCE_SECONDS)
+        body, headers = {"prompt": PROMPT, "max_tokens": 3}, server.authorization()
+        answer = requests.post(url, json=body, headers=headers, timeout=PATIENCE_SECONDS)
         assert answer.json()["object"] == "text_completion"
     answer = server.post({}, headers={"Authorization": "Bearer wrong"})
     assert (answer.status_code, answer.json()["type"]) == (400, "InvalidKeyException")
@@ -165,9 +159,8 @@ def test_a_disconnect_cancels_the_requests_sequences(server: Server) -> None:
 
 def test_json_follows_its_class_whole_and_streamed_while_speculating(server: Server) -> None:
     for temperature in (0, 1):
-        answer: Any = server.client().chat.completions.parse(
-            **{**CHAT, "max_tokens": 400, "temperature": temperature}, response_format=Owner
-        )
+        body = CHAT | {"max_tokens": 400, "temperature": temperature, "response_format": Owner}
+        answer: Any = server.client().chat.completions.parse(**body)
         assert isinstance(answer.choices[0].message.parsed, Owner)
         assert answer.model_extra["speculation"]["accepted_tokens"] > 0
     responses = server.client().responses

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from server import Server, until
-from streams import GREEDY
+from streams import greedy_text
 
 pytestmark = pytest.mark.server
 
@@ -40,15 +40,13 @@ def test_a_trace_has_every_round_of_an_answer_and_its_accepted_drafts(server: Se
 
 def test_a_full_disk_ends_the_trace_and_changes_no_answer(server: Server, traces: Path) -> None:
     file = traces / TRACE
-    before = server.post(GREEDY).json()["choices"][0]["text"]
+    before = greedy_text(server)
     size = file.stat().st_size
     assert size > 0
     # From here on the operating system lets the worker extend no file, as if the disk were full.
     full = server.worker()
     full.rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
-    for _ in range(3):
-        answer = server.post(GREEDY)
-        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, before)
+    assert [greedy_text(server) for _ in range(3)] == [before] * 3
     full.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
     assert file.stat().st_size == size
     until(lambda: server.log().count(f"{file} (NOTSET)> is incomplete from now on") == 1, "one sentence in the log")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partialmethod
+from itertools import product
 from pkgutil import resolve_name
 from random import Random
 from typing import Any
@@ -270,13 +271,8 @@ def test_what_fails_when_a_sequence_is_forgotten_costs_no_slot(monkeypatch: pyte
 @pytest.mark.parametrize("where", ["running", "finished", "stored"])
 def test_prefixes_are_reused_within_a_key_and_a_salt_alone(where: str) -> None:
     """In both models' caches, and in host memory; nor is there any waiting for the prefill of another client."""
-    for first, second in [
-        (("a", ""), ("a", "")),
-        (("a", ""), ("b", "")),
-        (("a", "s"), ("a", "")),
-        (("a", "s"), ("a", "s")),
-        (("a", "s"), ("b", "s")),
-    ]:
+    a, a_salted, b, b_salted = product("ab", ("", "salt"))
+    for first, second in [(a, a), (a, b), (a_salted, a), (a_salted, a_salted), (a_salted, b_salted)]:
         pair = Clients(has_store=True)
         pair.send(first[0], TEXT, max_tokens=40, salt=first[1])
         pair.step(6 if where == "running" else 60)

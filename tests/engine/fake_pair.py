@@ -84,7 +84,8 @@ class FakePair:
             self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
         )
         self.masks, self.records = Shared(masks), RecordingObserver()
-        options = {"limit_masks": self.masks.limit_masks, "observers": [self.records], **options}
+        observers = [*options.pop("observers", ()), self.records]
+        options = {"limit_masks": self.masks.limit_masks, "observers": observers, **options}
         self.scheduler = Scheduler(self.target_cache, self.drafters, prefill_rows=prefill_rows, **options)
         # The slot of each sequence when the caches were last checked, and by slot the sequence that got it last.
         self._slots: dict[TextSequence, int] = {}

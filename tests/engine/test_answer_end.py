@@ -30,6 +30,7 @@ def draft_passes(pair: FakePair) -> int:
 
 
 def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the_first_and_for_its_end() -> None:
+    """One round verifies all of them; without speculation each token and the end would take a step of one second."""
     for prompt in PROMPTS:
         pair = FakePair(blend=0.0)
         sequence = pair.answer(prompt, gamma=GAMMA)

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver, plain_greedy
+from fake_pair import ENDLESS, SLOTS, FakePair, plain_greedy
 from specserve.core import admission, prefix_cache
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
 from specserve.core.text_sequence import TextSequence
-from specserve.observability.records import EndRecord
+from specserve.observability.records import EndRecord, Observer
 from specserve.speculation.step import SequenceStep
 
 CHUNK = 64
@@ -349,18 +349,17 @@ def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(
 
 
 def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(RecordingObserver):
+    class Failing(Observer):
         def round(self, step: SequenceStep) -> None:
             raise ZeroDivisionError(step.rows)
 
         def end(self, record: EndRecord) -> None:
             raise ZeroDivisionError(record.tokens)
 
-    recording = RecordingObserver()
-    answer = FakePair(observers=[Failing(), recording]).answer([1, 2], sampling=ENDLESS)
-    assert answer.answer == plain_greedy([1, 2], 20, endless=True)
-    assert recording.rounds
-    assert recording.ends
+    pair = FakePair(observers=[Failing()])
+    assert pair.answer([1, 2], sampling=ENDLESS).answer == plain_greedy([1, 2], 20, endless=True)
+    assert pair.records.rounds
+    assert pair.records.ends
     assert caplog.text.count("ZeroDivisionError:") == 1
 
 

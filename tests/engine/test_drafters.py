@@ -7,7 +7,7 @@ import pytest
 from constraints import Alternating
 from costs import FixedCost, flat, table
 from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy, scripted
-from specserve.sequence import Pool, Sequence, SpeculationMode, SpeculationParams
+from specserve.sequence import DrafterName, Pool, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.ngram import LookupProposer, Pools
 from specserve.speculation.proposers import GrammarProposer
 
@@ -22,9 +22,11 @@ def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     assert sequence.stats.rounds < 20
 
 
-def test_the_draft_model_drafts_alone_if_it_is_asked_for() -> None:
-    sequence = FakePair().answer(PROMPT, drafter="model", prediction=plain_greedy(PROMPT, 20))
-    assert set(sequence.stats.drafted_by) == {"model"}
+def test_only_the_requested_drafter_is_used() -> None:
+    drafters: list[DrafterName] = ["model", "prediction"]
+    for drafter in drafters:
+        sequence = FakePair().answer(PROMPT, drafter=drafter, prediction=plain_greedy(PROMPT, 20))
+        assert set(sequence.stats.drafted_by) == {drafter}
 
 
 def test_a_prefill_in_the_same_round_does_not_make_drafts_pay() -> None:

@@ -138,8 +138,16 @@ def test_a_client_may_leave_while_its_sequence_is_preempted() -> None:
     assert not pair.scheduler.busy
 
 
+def test_requests_are_admitted_as_far_as_their_prompts_and_answers_fit() -> None:
+    pair = FakePair(n_cells=LONGEST)
+    for number in range(3):
+        pair.submit([number] * 10, sampling=ENDLESS, max_tokens=4, request=str(number))
+    pair.step()
+    assert (pair.scheduler.running, pair.scheduler.queued) == (2, 1)
+
+
 @pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
-def test_a_request_is_admitted_if_prompt_and_answer_fit_but_for_what_it_shares(more: int, running: int) -> None:
+def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, running: int) -> None:
     """Of 40 cells one has promised 24, of which the other shares 20."""
     pair = FakePair(n_cells=LONGEST)
     first = pair.submit([7] * 20, sampling=ENDLESS, max_tokens=4, gamma=0, request="first")

@@ -1,6 +1,5 @@
 """Models whose context was extended: positions are scaled as their files say, and nothing of ours says otherwise."""
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,21 +45,6 @@ def scaled(scaling: RopeScalingType, tmp_path: Path) -> TinyFiles:
     return files
 
 
-@pytest.fixture
-def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function after whose call every context is told to scale, whatever its file says."""
-    defaults = llama_cpp.llama_context_default_params
-
-    def explicit() -> Any:
-        params = defaults()
-        params.rope_scaling_type = SCALINGS[scaling]
-        params.rope_freq_scale = 1 / FACTOR
-        params.yarn_orig_ctx = ORIGINAL
-        return params
-
-    return lambda: monkeypatch.setattr(llama_cpp, "llama_context_default_params", explicit)
-
-
 def logits_at_length(path: Path) -> FloatArray:
     """The logits after many tokens of a cache that holds more than one such sequence."""
     engine = open_engine(path, n_slots=2, context_length=LENGTH + 8, n_cells=2048)
@@ -74,12 +58,22 @@ def logits_at_length(path: Path) -> FloatArray:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_positions_are_scaled_as_the_file_says(
-    architecture: str, scaled: TinyFiles, files: TinyFiles, told: Callable[[], None]
+    architecture: str, scaling: RopeScalingType, scaled: TinyFiles, files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As where every context is told to scale, and the file says nothing of it."""
     by_file = logits_at_length(scaled.path(architecture, "target"))
     plain = files.path(architecture, "target")
     unscaled = logits_at_length(plain)
-    told()
+    defaults = llama_cpp.llama_context_default_params
+
+    def told() -> Any:
+        params = defaults()
+        params.rope_scaling_type = SCALINGS[scaling]
+        params.rope_freq_scale = 1 / FACTOR
+        params.yarn_orig_ctx = ORIGINAL
+        return params
+
+    monkeypatch.setattr(llama_cpp, "llama_context_default_params", told)
     assert np.array_equal(logits_at_length(plain), by_file)
     assert np.abs(unscaled - by_file).max() > 0.1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,30 +46,19 @@ class AttentionCase:
 
     def with_cells(self, order: NDArray[np.int64]) -> AttentionCase:
         """The same with the cells in another order, or with some left out."""
-        return replace(
-            self,
-            keys=self.keys[order],
-            values=self.values[order],
-            positions=self.positions[order],
-            visible=self.visible[:, order],
-        )
+        keys, values, positions = self.keys[order], self.values[order], self.positions[order]
+        return replace(self, keys=keys, values=values, positions=positions, visible=self.visible[:, order])
 
 
 def conversations(
-    seed: int, lengths: Iterable[int], *, size: int = 64, key_heads: int = 2, shared: int = 3, prefix: int = 0
+    seed: int, lengths: Sequence[int], *, size: int = 64, key_heads: int = 2, shared: int = 3, prefix: int = 0
 ) -> AttentionCase:
     """A row at the end of each of some sequences, whose cells lie in any order, among others that nobody sees.
 
-    Args:
-        seed: of all numbers.
-        lengths: of the sequences, the row's own token included.
-        size: of a head.
-        key_heads: number of key heads.
-        shared: query heads to a key head.
-        prefix: how many positions at the beginning have the same cells for all sequences.
+    A length counts the row's own token. Heads have `size` numbers, and `shared` query heads read each key head. The
+    first `prefix` positions have the same cells in all sequences.
     """
     random = np.random.default_rng(seed)
-    lengths = list(lengths)
     owners = [-1] * prefix + [-2] * 7
     positions = [*range(prefix), *[5] * 7]
     for row, length in enumerate(lengths):
@@ -85,10 +74,5 @@ def conversations(
 
     # Values of all magnitudes, so that sums in another order would differ.
     values = numbers(cells, key_heads, size) * np.exp(numbers(cells, 1, 1))
-    return AttentionCase(
-        1.5 * numbers(len(lengths), key_heads * shared, size),
-        numbers(cells, key_heads, size),
-        values,
-        position,
-        (owner == rows) | (owner == -1),
-    )
+    queries, keys = 1.5 * numbers(len(lengths), key_heads * shared, size), numbers(cells, key_heads, size)
+    return AttentionCase(queries, keys, values, position, (owner == rows) | (owner == -1))

@@ -2,13 +2,13 @@
 
 import math
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from constraints import Alternating
+from constraints import Alternating, Shared
 from costs import proportional
 from fake_engine import FakeEngine, FakeVocabulary
 from specserve.core.scheduler import Scheduler
@@ -22,6 +22,7 @@ from specserve.sequence import (
     Pool,
     RequestInfo,
     SamplingParams,
+    Sequence,
     SpeculationMode,
     SpeculationParams,
     Verification,
@@ -31,7 +32,7 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.drafters import Drafters
 from specserve.speculation.ngram import PredictionProposer
 from specserve.speculation.policy import Controller
-from specserve.speculation.proposers import Proposer
+from specserve.speculation.proposers import Proposal, Proposer
 from specserve.speculation.step import SequenceStep
 
 VOCABULARY = 24
@@ -46,7 +47,7 @@ class FakePair:
     """Target and draft model with their scheduler; every step checks both KV caches.
 
     `options` are further arguments of `Scheduler`; `proposers` are asked before the draft model, by default for the
-    client's prediction.
+    client's prediction. `records` are of all rounds and ends, and `masks` is the budget that `Slow` grammars share.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class FakePair:
         draft_rows: int = 8,
         draft_width: int | None = None,  # the size of the draft model's vocabulary
         window: int = 4096,  # the longest draft prefill, in tokens
-        draft_context: int = 8192,
+        context: int = 8192,  # of the draft model, in tokens
         costs: tuple[PassCosts, PassCosts] | None = None,  # of the passes of target and draft model
+        masks: int = 10**9,  # that a round has time for
         proposers: abc.Sequence[Proposer] | None = None,
         n_cells: int | None = None,
         slots: int = SLOTS,
@@ -72,12 +74,7 @@ class FakePair:
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
         model = DraftModel(
-            self.draft_cache,
-            draft_cost,
-            window=window,
-            max_rows=draft_rows,
-            vocabulary=width,
-            context_length=draft_context,
+            self.draft_cache, draft_cost, window=window, max_rows=draft_rows, vocabulary=width, context_length=context
         )
         self.controller = Controller(target_cost, draft_cost)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
@@ -86,6 +83,9 @@ class FakePair:
         self.drafters = Drafters(
             self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
         )
+        self.masks, self.records = Shared(masks), RecordingObserver()
+        observers = [*options.pop("observers", ()), self.records]
+        options = {"limit_masks": self.masks.limit_masks, "observers": observers, **options}
         self.scheduler = Scheduler(self.target_cache, self.drafters, prefill_rows=prefill_rows, **options)
         # The slot of each sequence when the caches were last checked, and by slot the sequence that got it last.
         self._slots: dict[TextSequence, int] = {}
@@ -118,9 +118,14 @@ class FakePair:
 
     def answer(self, prompt: list[int], **options: Any) -> TextSequence:
         """Queue a sequence, as `submit` does, and run rounds until all are done."""
-        sequence = self.submit(prompt, **options)
-        self.run()
+        [sequence] = self.answers([prompt], **options)
         return sequence
+
+    def answers(self, prompts: Iterable[list[int]], **options: Any) -> list[TextSequence]:
+        """Queue sequences that differ in their prompts, and run rounds until all are done."""
+        sequences = [self.submit(prompt, **options) for prompt in prompts]
+        self.run()
+        return sequences
 
     def step(self, count: int = 1) -> None:
         """Run rounds, and compare both KV caches with the sequences' tokens after each."""
@@ -217,7 +222,15 @@ def detokenize(tokens: list[int]) -> str:
     return b"".join(map(FakeVocabulary(VOCABULARY).piece, tokens)).decode()
 
 
-def prompt_reaching_end_token() -> list[int]:
-    """A prompt whose greedy output reaches the end token after 2 to 11 tokens."""
-    pairs = ([a, b] for a in range(END_TOKEN) for b in range(END_TOKEN))
-    return next(prompt for prompt in pairs if 2 <= len(plain_greedy(prompt, 50)) < 12)
+def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]], confidence: float = 0.9) -> Proposer:
+    """A drafter that proposes the rest of an answer; `asked` gets the drafts it is asked after."""
+
+    class Scripted(Proposer):
+        name: ClassVar[DrafterName] = drafter
+
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
+            asked.append(drafts)
+            tokens = script[sequence.generated + len(drafts) :][:max_tokens]
+            return Proposal(tokens, [confidence] * len(tokens))
+
+    return Scripted()

@@ -3,6 +3,7 @@
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import gguf
 import numpy as np
@@ -26,17 +27,11 @@ BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
 FORMATS = tuple(BLOCK)
 
 
-def _register() -> None:
-    """Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again."""
-    try:
-        library().specserve_use(b"")
-        library().specserve_take(0)
-    except Unusable:
-        return
-
-
-# When tests are collected; in a fixture, it would depend on their order.
-_register()
+# Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again: when tests
+# are collected, since in a fixture it would depend on their order.
+with suppress(Unusable):
+    library().specserve_use(b"")
+    library().specserve_take(0)
 
 needs_kernels = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the kernels are for x86-64: run them on such a machine"

@@ -13,14 +13,15 @@ import pytest
 from specserve.engine import kernel_library
 
 SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
+# Of llama.cpp, as llama-cpp-python installs it.
+INCLUDE = Path(str(importlib.metadata.distribution("llama-cpp-python").locate_file("include")))
 
 
 @cache
 def _common(directory: Path) -> tuple[list[str], list[str]]:
     """The command of the compiler, and what it makes of all sources but those of the variants."""
-    include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
     version = f'-DSPECSERVE_BUILT_FOR="{importlib.metadata.version("llama-cpp-python")}"'
-    common = ["g++", "-std=c++20", "-O1", "-fPIC", f"-I{include}", version]
+    common = ["g++", "-std=c++20", "-O1", "-fPIC", f"-I{INCLUDE}", version]
     directory.mkdir()
     (directory / "others.cpp").write_text(
         '#include "kernels.h"\n'

@@ -3,16 +3,17 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from constraints import Alternating, Shared, Slow
+from constraints import Alternating, Slow
 from costs import flat
-from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, RecordingObserver
+from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair
 from specserve.sampling.distribution import FloatArray, to_distribution
 from specserve.sequence import SamplingParams, Sequence, SpeculationParams, Verification
 from specserve.speculation.acceptance import Acceptance
@@ -22,7 +23,8 @@ from specserve.speculation.rejection import RULES, sample_coupled
 from specserve.speculation.step import Alternative, Draft, SequenceStep
 
 WIDTH = 40
-UNLIKELY_ACCEPTED = 0.2
+# Alternatives pay at these costs, with a draft model that differs so much.
+COSTLY: dict[str, Any] = {"costs": (flat(), flat(0.2)), "blend": 0.45}
 
 
 def step_of(sampling: SamplingParams, verification: Verification = "block", max_drafts: int = 8) -> SequenceStep:
@@ -31,17 +33,15 @@ def step_of(sampling: SamplingParams, verification: Verification = "block", max_
     return SequenceStep(sequence, 0, 1, max_drafts)
 
 
-def possible_after(step: SequenceStep, logits: FloatArray, acceptance: float = UNLIKELY_ACCEPTED) -> list[Alternative]:
+def possible_after(step: SequenceStep, logits: FloatArray, acceptance: float = 0.2) -> list[Alternative]:
     """The alternatives to the draft that is chosen by these logits, which are unchanged afterwards."""
     sampling, before = step.sequence.sampling, logits.copy()
     q = to_distribution(logits, sampling) if sampling.temperature else None
-    kept = None if q is None else q.copy()
     rule = RULES[step.sequence.speculation.verification]
     token = int(np.argmax(logits)) if q is None else rule.sample(q, 0, step.noise)
     found = alternatives_to(Draft(token, q, "model", 0.4, acceptance), step, logits, Acceptance())
     assert np.array_equal(logits, before)
-    if q is not None and kept is not None:
-        assert np.array_equal(q, kept)
+    assert q is None or np.array_equal(q, to_distribution(logits, sampling))
     assert token not in [alternative.token for alternative in found]
     return list(found)
 
@@ -134,11 +134,10 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
     for sampling in samplings:
         answers, adopted = [], []
         for most in (0, 8):
-            pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
+            pair = FakePair(**COSTLY)
             pair.target.max_alternatives = most
-            sequence = pair.answer(
-                [1, 2, 3], gamma=8, mode="auto", verification="coupled", sampling=sampling, max_tokens=300
-            )
+            options: dict[str, Any] = {"gamma": 8, "mode": "auto", "verification": "coupled", "max_tokens": 300}
+            sequence = pair.answer([1, 2, 3], sampling=sampling, **options)
             stats = sequence.stats
             answers.append(sequence.answer)
             adopted.append(stats.adopted)
@@ -151,26 +150,21 @@ def test_recovered_alternatives_give_the_same_text_in_fewer_rounds(samplings: li
 
 
 def test_a_fixed_number_of_drafts_has_no_alternatives() -> None:
-    stats = (
-        FakePair(costs=(flat(), flat(0.2)), blend=0.45)
-        .answer([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100)
-        .stats
-    )
+    stats = FakePair(**COSTLY).answer([1, 2, 3], gamma=8, sampling=ENDLESS, max_tokens=100).stats
     assert stats.drafted > 0
     assert stats.alternatives == 0
 
 
 def test_log_probabilities_sources_and_records_count_the_token_after_an_alternative() -> None:
-    observer = RecordingObserver()
-    sequence = FakePair(costs=(flat(), flat(0.2)), blend=0.45, observers=[observer]).answer(
-        [1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, max_tokens=60, top_logprobs=1, keeps_sources=True
-    )
+    pair = FakePair(**COSTLY)
+    options: dict[str, Any] = {"max_tokens": 60, "top_logprobs": 1, "keeps_sources": True}
+    sequence = pair.answer([1, 2, 3], gamma=8, mode="auto", sampling=ENDLESS, **options)
     assert [score.token for score in sequence.scores] == sequence.answer
     # Greedy: each is the most probable token by the scores at its own position.
     assert all(score.top[0][0] == score.token for score in sequence.scores)
     assert len(sequence.sources) == len(sequence.answer)
-    assert sum(step.adopted for step in observer.rounds) == sequence.stats.adopted > 0
-    for step in observer.rounds:
+    assert sum(step.adopted for step in pair.records.rounds) == sequence.stats.adopted > 0
+    for step in pair.records.rounds:
         assert len(step.emitted) == step.accepted + 1 + step.adopted
         assert len(step.alternatives) >= step.adopted
 
@@ -180,24 +174,13 @@ def test_an_alternative_counts_only_if_the_mask_after_it_is_in_time(
     masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round has time for so many masks. Where the one after an alternative is late, the next round commits."""
-    plain = FakePair(costs=(flat(), flat(0.2)), blend=0.45)
-    constraint = Alternating(VOCABULARY)
-    expected = plain.submit([1, 2], gamma=0, mode="off", constraint=constraint, max_tokens=200, sampling=ENDLESS)
-    plain.run()
-    shared, observer = Shared(masks), RecordingObserver()
-    pair = FakePair(costs=(flat(), flat(0.2)), blend=0.45, limit_masks=shared.limit_masks, observers=[observer])
-    adopt = pair.target.adopt
-    adoptions: list[int] = []
-
-    def counted(slot: int, number: int) -> None:
-        adoptions.append(number)
-        adopt(slot, number)
-
-    monkeypatch.setattr(pair.target, "adopt", counted)
-    found = pair.answer(
-        [1, 2], gamma=8, mode="auto", constraint=Slow(VOCABULARY, shared), max_tokens=200, sampling=ENDLESS
-    )
+    answer: dict[str, Any] = {"max_tokens": 200, "sampling": ENDLESS}
+    expected = FakePair().answer([1, 2], gamma=0, mode="off", constraint=Alternating(VOCABULARY), **answer)
+    pair = FakePair(masks=masks, **COSTLY)
+    adopt = mock.Mock(wraps=pair.target.adopt)
+    monkeypatch.setattr(pair.target, "adopt", adopt)
+    found = pair.answer([1, 2], gamma=8, mode="auto", constraint=Slow(VOCABULARY, pair.masks), **answer)
     assert found.answer == expected.answer
-    assert 0 < found.stats.adopted < len(adoptions)
-    assert found.stats.adopted == sum(step.adopted for step in observer.rounds)
-    assert all(step.n_accepted + 2 == len(step.emitted) for step in observer.rounds if step.adopted)
+    assert 0 < found.stats.adopted < adopt.call_count
+    assert found.stats.adopted == sum(step.adopted for step in pair.records.rounds)
+    assert all(step.n_accepted + 2 == len(step.emitted) for step in pair.records.rounds if step.adopted)

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 
 from constraints import Alternating
 from costs import flat
-from fake_pair import END_TOKEN, ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy
+from fake_pair import END_TOKEN, ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy, scripted
 from pairs import Pair, TinyFiles
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.sampling.distribution import FloatArray
-from specserve.sequence import DrafterName, SamplingParams, Sequence, SpeculationMode
+from specserve.sequence import DrafterName, SamplingParams, SpeculationMode
 from specserve.speculation.ngram import LookupProposer
-from specserve.speculation.proposers import Proposal, Proposer
 
 # Prompts whose greedy answers have 1 to 11 tokens, and more drafts than that.
 PROMPTS = [[a, b] for a in range(6) for b in range(END_TOKEN) if 1 <= len(plain_greedy([a, b], 20)) < 12]
@@ -32,11 +30,14 @@ def draft_passes(pair: FakePair) -> int:
 
 
 def test_a_short_answer_takes_a_pass_of_the_draft_model_for_each_token_after_the_first_and_for_its_end() -> None:
+    """One round verifies all of them; without speculation each token and the end would take a step of one second."""
     for prompt in PROMPTS:
         pair = FakePair(blend=0.0)
         sequence = pair.answer(prompt, gamma=GAMMA)
-        assert sequence.answer == plain_greedy(prompt, 20)
+        assert (sequence.answer, sequence.finish_reason) == (plain_greedy(prompt, 20), "stop")
         assert draft_passes(pair) == sequence.stats.drafted == sequence.generated
+        assert (sequence.stats.rounds, sequence.stats.accepted) == (1, sequence.generated - 1)
+        assert sequence.stats.plain_seconds == pytest.approx(sequence.generated)
 
 
 def test_the_draft_model_reads_no_end_token() -> None:
@@ -51,27 +52,12 @@ def test_the_draft_model_reads_no_end_token() -> None:
         assert END_TOKEN not in {row.token for row in pair.draft.decoded}
 
 
-def scripted(drafter: DrafterName, script: list[int], asked: list[list[int]]) -> Proposer:
-    """A drafter that knows the whole answer, and what would follow it; `asked` gets the drafts it is asked after."""
-
-    class Scripted(Proposer):
-        name: ClassVar[DrafterName] = drafter
-
-        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-            asked.append(drafts)
-            tokens = script[sequence.generated + len(drafts) :][:max_tokens]
-            return Proposal(tokens, [0.9] * len(tokens))
-
-    return Scripted()
-
-
 @pytest.mark.parametrize("drafter", ["lookup", "prediction", "grammar"])
 def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> None:
     for number, prompt in enumerate(PROMPTS):
         truth = plain_greedy(prompt, 20)
-        pair = FakePair(
-            costs=(flat(), flat(0.05)), proposers=[scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], [])]
-        )
+        proposer = scripted(drafter, [*truth, END_TOKEN, 1, 2, END_TOKEN, 3], asked=[])
+        pair = FakePair(costs=(flat(), flat(0.05)), proposers=[proposer])
         sequence = pair.answer(prompt, gamma=GAMMA, mode="auto" if number % 2 else "fixed", drafter=drafter)
         assert sequence.answer == truth
         assert sequence.stats.drafted_by == {drafter: len(truth)}
@@ -81,9 +67,7 @@ def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> 
 def test_no_drafter_is_asked_after_a_drafted_end_token() -> None:
     asked: list[list[int]] = []
     pair = FakePair(blend=0.0, proposers=[scripted("lookup", [], asked)])
-    for prompt in PROMPTS:
-        pair.submit(prompt, gamma=GAMMA)
-    pair.run()
+    pair.answers(PROMPTS, gamma=GAMMA)
     assert max(map(len, asked)) > 3
     assert not any(END_TOKEN in drafts for drafts in asked)
 
@@ -92,9 +76,8 @@ def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     """With `ignore_eos`: a lookup that proposes the end of an earlier turn is wrong, and others are found after it."""
     turn = [3, 4, 5, 6, 7, 8]
     prompt = [*turn, END_TOKEN, 9, *turn, END_TOKEN, 9, *turn]
-    sequence = FakePair(proposers=[LookupProposer()]).answer(
-        prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200
-    )
+    pair = FakePair(proposers=[LookupProposer()])
+    sequence = pair.answer(prompt, gamma=GAMMA, drafter="lookup", sampling=ENDLESS, max_tokens=200)
     assert sequence.answer == plain_greedy(prompt, 200, endless=True)
     assert sequence.stats.accepted > 100
 
@@ -110,9 +93,9 @@ class Ending(Alternating):
 @pytest.mark.parametrize("mode", ["fixed", "auto"])
 def test_the_draft_model_reads_nothing_where_only_the_end_of_a_grammar_may_follow(mode: SpeculationMode) -> None:
     """Of an answer of n tokens it reads n - 1 at most: the end after the last needs no draft."""
+    prompt = [1, 2]
     for length in range(2, 9):
         pair = FakePair(blend=0.0, costs=(flat(), flat(0.05)))
-        prompt = [1, 2]
         sequence = pair.answer(prompt, gamma=GAMMA, mode=mode, constraint=Ending(VOCABULARY, length=length))
         assert (sequence.generated, sequence.finish_reason) == (length, "stop")
         assert draft_passes(pair) > 0
@@ -139,11 +122,9 @@ def test_a_loaded_pair_knows_its_end_tokens(files: TinyFiles, monkeypatch: pytes
 def test_an_end_token_is_no_alternative() -> None:
     """The row of one gives the token after it, which nobody reads; `adopted` would count what no answer has."""
     pair = FakePair(costs=(flat(), flat(0.05)), blend=0.45)
-    sequences = [
-        pair.submit(prompt, gamma=8, mode="auto", sampling=replace(GREEDY, logit_bias=((END_TOKEN, 1.5),)))
-        for prompt in [[a, b] for a in range(END_TOKEN) for b in range(END_TOKEN)]
-    ]
-    pair.run()
+    prompts = [[a, b] for a in range(END_TOKEN) for b in range(END_TOKEN)]
+    sampling = replace(GREEDY, logit_bias=((END_TOKEN, 1.5),))
+    sequences = pair.answers(prompts, gamma=8, mode="auto", sampling=sampling)
     alternatives = Counter(row.token for row in pair.target.decoded if row.alternative)
     assert alternatives.total() > 50
     assert alternatives[END_TOKEN] == 0
@@ -157,19 +138,16 @@ def test_an_end_token_is_no_alternative() -> None:
 
 def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that agree after an end token, and models that do not, teach the same."""
-    learned = []
-    for agree in (True, False):
+
+    def learned(*, agree: bool) -> object:
         pair = FakePair(blend=0.0)
         after = pair.draft.logits
 
-        def logits(context: list[int], after: object = after, shift: bool = not agree) -> FloatArray:
-            assert callable(after)
-            row: FloatArray = after(context)
-            return np.roll(row, 1) if shift and END_TOKEN in context[-2:] else row
+        def logits(context: list[int]) -> FloatArray:
+            return after(context) if agree or END_TOKEN not in context[-2:] else np.roll(after(context), 1)
 
         monkeypatch.setattr(pair.draft, "logits", logits)
-        for prompt in PROMPTS:
-            pair.submit(prompt, gamma=GAMMA)
-        pair.run()
-        learned.append(pair.controller.acceptance.learned)
-    assert learned[0] == learned[1]
+        pair.answers(PROMPTS, gamma=GAMMA)
+        return pair.controller.acceptance.learned
+
+    assert learned(agree=True) == learned(agree=False)

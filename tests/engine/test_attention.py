@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tiny_models
 from attention_cases import AttentionCase, conversations
 from kernel_products import needs_kernels
 from pairs import open_engine
@@ -19,8 +18,7 @@ from specserve.engine import kernel_library, kernel_trial
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.errors import EngineError, Unusable
-from tiny_formats import quantise_as
-from tiny_models import write_tiny
+from tiny_formats import tiny_model
 
 pytestmark = needs_kernels
 
@@ -79,7 +77,8 @@ def test_any_rows_scores_and_values_are_exact() -> None:
     for factor in (0.01, 1, 8, 100):
         assert replace(case, queries=factor * case.queries, values=case.values / factor).error() < 4 * MAX_ERROR
     assert not replace(case, values=0 * case.values).attend().any()
-    assert np.allclose(replace(case, keys=0 * case.keys).attend(), replace(case, keys=0 * case.keys).exact(), atol=0.01)
+    uniform = replace(case, keys=0 * case.keys)
+    assert np.allclose(uniform.attend(), uniform.exact(), atol=0.01)
     # As in Qwen2.5 all keys share large components, and the others decide.
     case.keys[..., :4] += (60, -40, 30, 100)
     case.queries[..., :4] *= 0.05
@@ -132,8 +131,6 @@ def test_a_sliding_window_hides_the_positions_before_it_and_a_row_that_sees_noth
         assert not case.attend()[1].any()
 
 
-# ---- planted faults ----
-
 PLANTED = {
     "a forgotten scale": ("* a.scale * kLog2E", "* kLog2E"),
     "a block counted twice": ("is_first ? mul(product, factor)", "is_first ? mul(add(product, product), factor)"),
@@ -158,17 +155,10 @@ def test_planted_faults_fail_the_trial_and_these_tests(
         kernel_trial._run_in_another_process()
 
 
-# ---- in llama.cpp ----
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With heads of 32 numbers, a block of Q8_0."""
-    directory = tmp_path_factory.mktemp("tiny")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_models, "WIDTH", 128)
-        write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / "q4_0.gguf", "q4_0")
+    return tiny_model(tmp_path_factory.mktemp("tiny"), "q4_0", WIDTH=128)
 
 
 TOKENS = [(17 * position) % 200 + 20 for position in range(600)]

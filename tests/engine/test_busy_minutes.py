@@ -1,13 +1,12 @@
 """A machine that others slow down for a while: how the controller goes through it, and what is left afterwards."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from costs import table
 from fake_engine import FakeEngine
-from fake_pair import ENDLESS, FakePair, RecordingObserver
+from fake_pair import ENDLESS, FakePair
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.base import FloatArray, Row
 from specserve.sequence import SpeculationMode
@@ -27,19 +26,12 @@ def draft_milliseconds(rows: int) -> float:
 class SlowMachine:
     """Lets the passes of a pair take milliseconds of a clock: those of the tables, times a factor for each model."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
         self.factors = [1.0, 1.0]
-        self.rounds = RecordingObserver()
         target = PassCosts(table(target_milliseconds))
-        self.pair = FakePair(
-            blend=0.1,
-            costs=(target, PassCosts(table(draft_milliseconds), target=target)),
-            clock=lambda: self.now,
-            observers=[self.rounds],
-            proposers=[],
-            **options,
-        )
+        costs = target, PassCosts(table(draft_milliseconds), target=target)
+        self.pair = FakePair(blend=0.1, costs=costs, clock=lambda: self.now, proposers=[])
         self._slow(self.pair.target, target_milliseconds, 0)
         self._slow(self.pair.draft, draft_milliseconds, 1)
 
@@ -54,9 +46,9 @@ class SlowMachine:
 
     def run(self, rounds: int) -> list[int]:
         """Run so many rounds of one sequence; returns their numbers of drafts."""
-        before = len(self.rounds.rounds)
+        before = len(self.pair.records.rounds)
         self.pair.step(rounds)
-        return [len(step.drafts) for step in self.rounds.rounds[before:]]
+        return [len(step.drafts) for step in self.pair.records.rounds[before:]]
 
     def start(self, mode: SpeculationMode = "auto") -> TextSequence:
         """Begin a sequence that does not end by itself."""

@@ -12,7 +12,7 @@ from pairs import open_engine
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
-from tiny_formats import FORMATS, quantise_as
+from tiny_formats import FORMATS, tiny_model
 from tiny_models import write_tiny
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4
@@ -87,22 +87,16 @@ class Walk:
         return logits
 
 
-@pytest.fixture(scope="module")
-def single(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A generated model in single precision."""
-    file = tmp_path_factory.mktemp("tiny") / "single.gguf"
-    write_tiny(file, architecture, "target")
-    return file
-
-
 @pytest.fixture(params=[*(pytest.param(form, marks=needs_kernels) for form in FORMATS), "llama.cpp's kernels"])
-def walk(request: pytest.FixtureRequest, single: Path, tmp_path: Path) -> Iterator[Walk]:
+def walk(request: pytest.FixtureRequest, architecture: str, tmp_path: Path) -> Iterator[Walk]:
     """Or llama.cpp's kernels in single precision: attention adds in the order of cells. Faults cost 5 and more."""
-    path, tolerance = single, 0.1
-    kernels.use("off")
     if request.param in FORMATS:
         kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-        path, tolerance = quantise_as(single, tmp_path / "quantised.gguf", request.param), 0.0
+        path, tolerance = tiny_model(tmp_path, request.param, architecture), 0.0
+    else:
+        kernels.use("off")
+        path, tolerance = tmp_path / "single.gguf", 0.1
+        write_tiny(path, architecture, "target")
     model = LlamaModel(path)
     walk = Walk(model, Random(5), tolerance)
     yield walk

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partialmethod
+from itertools import product
 from pkgutil import resolve_name
 from random import Random
 from typing import Any
@@ -12,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_pair import ENDLESS, SLOTS, FakePair, RecordingObserver, plain_greedy
+from fake_pair import ENDLESS, SLOTS, FakePair, plain_greedy
 from specserve.core import admission, prefix_cache
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
 from specserve.core.text_sequence import TextSequence
-from specserve.observability.records import EndRecord
+from specserve.observability.records import EndRecord, Observer
 from specserve.speculation.step import SequenceStep
 
 CHUNK = 64
@@ -270,13 +271,8 @@ def test_what_fails_when_a_sequence_is_forgotten_costs_no_slot(monkeypatch: pyte
 @pytest.mark.parametrize("where", ["running", "finished", "stored"])
 def test_prefixes_are_reused_within_a_key_and_a_salt_alone(where: str) -> None:
     """In both models' caches, and in host memory; nor is there any waiting for the prefill of another client."""
-    for first, second in [
-        (("a", ""), ("a", "")),
-        (("a", ""), ("b", "")),
-        (("a", "s"), ("a", "")),
-        (("a", "s"), ("a", "s")),
-        (("a", "s"), ("b", "s")),
-    ]:
+    a, a_salted, b, b_salted = product("ab", ("", "salt"))
+    for first, second in [(a, a), (a, b), (a_salted, a), (a_salted, a_salted), (a_salted, b_salted)]:
         pair = Clients(has_store=True)
         pair.send(first[0], TEXT, max_tokens=40, salt=first[1])
         pair.step(6 if where == "running" else 60)
@@ -353,18 +349,17 @@ def test_what_is_raised_for_one_sequence_in_a_round_ends_that_one_alone(
 
 
 def test_a_metric_that_fails_costs_no_answer_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(RecordingObserver):
+    class Failing(Observer):
         def round(self, step: SequenceStep) -> None:
             raise ZeroDivisionError(step.rows)
 
         def end(self, record: EndRecord) -> None:
             raise ZeroDivisionError(record.tokens)
 
-    recording = RecordingObserver()
-    answer = FakePair(observers=[Failing(), recording]).answer([1, 2], sampling=ENDLESS)
-    assert answer.answer == plain_greedy([1, 2], 20, endless=True)
-    assert recording.rounds
-    assert recording.ends
+    pair = FakePair(observers=[Failing()])
+    assert pair.answer([1, 2], sampling=ENDLESS).answer == plain_greedy([1, 2], 20, endless=True)
+    assert pair.records.rounds
+    assert pair.records.ends
     assert caplog.text.count("ZeroDivisionError:") == 1
 
 

@@ -17,14 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PREFIXES = ["The quick brown fox", "The quick brown dog jumps", "def accept(p, q):", "once upon a time " * 6]
-MODES = [
-    PLAIN,
-    fixed_gamma(1),
-    fixed_gamma(3),
-    fixed_gamma(7),
-    {"mode": "auto"},
-    {"mode": "fixed", "drafter": "lookup"},
-]
+MODES = [PLAIN, *map(fixed_gamma, (1, 3, 7)), {"mode": "auto"}, {"mode": "fixed", "drafter": "lookup"}]
 
 
 def random_requests(rng: random.Random) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from constraints import Pieces
 from costs import flat
 from fake_engine import FakeEngine
-from fake_pair import FakePair
+from fake_pair import GREEDY, FakePair
 from intervals import largest_error, outcomes
 from specserve.core.text_sequence import TextSequence
 from specserve.errors import ConstraintError, MaskDeferred
@@ -53,13 +53,9 @@ def unchanged(constraint: Constraint, _failures: list[str]) -> Constraint:
     return constraint
 
 
-# Fixed lengths, and the controller's with alternatives: mode, gamma, and a draft pass's share of a step.
-DRAFTS: list[tuple[SpeculationMode, int, float]] = [
-    ("fixed", 1, 0.1),
-    ("fixed", 3, 0.1),
-    ("auto", 4, 0.1),
-    ("auto", 4, 0.2),
-]
+# Mode, gamma, and a draft pass's share of a step: fixed lengths, and the controller's with alternatives.
+Drafts = tuple[SpeculationMode, int, float]
+DRAFTS: list[Drafts] = [("fixed", 1, 0.1), ("fixed", 3, 0.1), ("auto", 4, 0.1), ("auto", 4, 0.2)]
 
 # Without a token for "b" nothing follows "xa".
 WITHOUT_B = Pieces([b"a", b"c", b"d", b"e", b"x"])
@@ -69,33 +65,23 @@ DEAD_END = GrammarCompiler(WITHOUT_B), 'root ::= "x" ("ab" | "cd" | "ed") "d"'
 def answers(
     verification: Verification,
     jobs: list[tuple[list[int], SamplingParams]],
-    *,
-    mode: SpeculationMode = "off",
-    gamma: int = 0,
-    draft_seconds: float = 0.1,
+    drafts: Drafts = ("off", 0, 0.1),
     wrap: Wrapper = unchanged,
 ) -> tuple[list[Result], SequenceStats]:
     """Answers by DEAD_END to these prompts, three at once, which share the compiled grammar."""
-    compiler, source = DEAD_END
+    (compiler, source), (mode, gamma, draft_seconds) = DEAD_END, drafts
     pair = FakePair(vocabulary=WITHOUT_B, blend=0.6, costs=(flat(), flat(draft_seconds)))
     failures: list[str] = []
+    options: dict[str, Any] = {"mode": mode, "gamma": gamma, "verification": verification, "max_tokens": 9}
     sequences = [
-        pair.submit(
-            prompt,
-            mode=mode,
-            gamma=gamma,
-            verification=verification,
-            sampling=sampling,
-            max_tokens=9,
-            constraint=wrap(compiler.gbnf(source), failures),
-        )
+        pair.submit(prompt, sampling=sampling, constraint=wrap(compiler.gbnf(source), failures), **options)
         for prompt, sampling in jobs
     ]
     pair.run()
     return list(map(result, sequences)), SequenceStats.total([sequence.stats for sequence in sequences])
 
 
-def error(verification: Verification, mode: SpeculationMode, gamma: int, draft_seconds: float, wrap: Wrapper) -> float:
+def error(verification: Verification, drafts: Drafts, wrap: Wrapper = unchanged) -> float:
     """The largest error of the probability of an answer, beside one that does not come to the dead end."""
     logits = FakeEngine(vocabulary=WITHOUT_B.size, n_slots=1).logits([PROMPT[-1], 4])
     after_x = np.isin(np.arange(WITHOUT_B.size), [0, 1, 3])
@@ -106,15 +92,15 @@ def error(verification: Verification, mode: SpeculationMode, gamma: int, draft_s
 
     def texts() -> tuple[str, ...]:
         nonlocal total
-        jobs = [(PROMPT, SamplingParams()), (BESIDE, SamplingParams(temperature=0))]
-        found, stats = answers(verification, jobs, mode=mode, gamma=gamma, draft_seconds=draft_seconds, wrap=wrap)
+        jobs = [(PROMPT, SamplingParams()), (BESIDE, GREEDY)]
+        found, stats = answers(verification, jobs, drafts, wrap)
         total = SequenceStats.total([total, stats])
         assert all((end == "stop") == (len(text) == 4) or "no text can follow" in end for text, end, _ in found)
         return tuple(text if end == "stop" else f"{text}!" for text, end, _ in found)
 
     found = outcomes(texts)
     assert 0 < total.accepted < total.drafted
-    assert mode != "auto" or total.adopted > 0
+    assert drafts[0] != "auto" or total.adopted > 0
     return largest_error(found, expected)
 
 
@@ -146,24 +132,24 @@ class Permanent(Shared):
 def test_a_dead_end_fails_as_many_answers_as_the_target_leads_there(verification: Verification) -> None:
     """For every case of the numbers that are drawn (intervals.py), and never the answer beside it."""
     for drafts in DRAFTS:
-        assert error(verification, *drafts, unchanged) < TOLERANCE
+        assert error(verification, drafts) < TOLERANCE
     for wrong in (Shared, Permanent):
-        assert error(verification, *DRAFTS[1], wrong) > 0.01
+        assert error(verification, DRAFTS[1], wrong) > 0.01
 
 
 def test_a_dead_end_fails_the_same_answers_with_and_without_drafts() -> None:
     """Greedy, and seeded by coupled verification; the text before the failure is the same, too."""
-    for samplings in ([SamplingParams(temperature=0)] * 30, [SamplingParams(seed=seed) for seed in range(30)]):
+    for samplings in ([GREEDY] * 30, [SamplingParams(seed=seed) for seed in range(30)]):
         jobs = [([2, number % 5], sampling) for number, sampling in enumerate(samplings)]
         plain, _ = answers("coupled", jobs)
         assert len({text for text, *_ in plain}) > 1
-        for mode, gamma, seconds in DRAFTS:
-            drafted, stats = answers("coupled", jobs, mode=mode, gamma=gamma, draft_seconds=seconds)
+        for drafts in DRAFTS:
+            drafted, stats = answers("coupled", jobs, drafts)
             assert drafted == plain
             assert 0 < stats.accepted < stats.drafted
-            assert mode != "auto" or stats.adopted > 0
+            assert drafts[0] != "auto" or stats.adopted > 0
         for wrong in (Shared, Permanent):
-            assert answers("coupled", jobs, mode="fixed", gamma=3, wrap=wrong)[0] != plain
+            assert answers("coupled", jobs, DRAFTS[1], wrong)[0] != plain
 
 
 # Some answers can only end where they do; others go on, until an end token or max_tokens.
@@ -193,18 +179,12 @@ def ended(
     pair = FakePair(vocabulary=LETTERS, blend=0.6, limit_masks=rounds.begin)
     sequences = []
     for seed in range(60):
-        sequence = pair.submit(
-            [seed % 5, seed // 5 % 5],
-            gamma=gamma,
-            verification=verification,
-            sampling=SamplingParams(temperature=0) if greedy else SamplingParams(seed=seed),
-            max_tokens=2 + seed % 4,
-            constraint=wrap(rounds.compiler.gbnf(ENDS), []),
-            top_logprobs=0,
-        )
+        sampling, grammar = GREEDY if greedy else SamplingParams(seed=seed), wrap(rounds.compiler.gbnf(ENDS), [])
+        options: dict[str, Any] = {"max_tokens": 2 + seed % 4, "constraint": grammar, "top_logprobs": 0}
+        prompt = [seed % 5, seed // 5 % 5]
+        sequences.append(pair.submit(prompt, gamma=gamma, verification=verification, sampling=sampling, **options))
         # Two runs are compared number by number.
-        sequence.secret = seed
-        sequences.append(sequence)
+        sequences[-1].secret = seed
     pair.run()
     return [result(sequence) for sequence in sequences]
 

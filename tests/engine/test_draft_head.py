@@ -14,7 +14,7 @@ from specserve.engine import draft_head, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import GROUP, DraftHead
 from specserve.engine.llama_model import LlamaModel
-from tiny_formats import quantise_as
+from tiny_formats import tiny_model
 from tiny_models import write_tiny
 
 SIZE = 100 * GROUP
@@ -69,9 +69,7 @@ def test_a_head_that_cannot_be_reduced_is_computed_in_full(
         return {**tensors, "output.bias": np.zeros(len(tensors["output.weight"]), np.float32)}
 
     monkeypatch.setattr(tiny_models, "_weights", with_bias)
-    single = tmp_path / "single.gguf"
-    write_tiny(single, "qwen2", "target")
-    biased = quantise_as(single, tmp_path / "biased.gguf", "q4_0")
+    biased, single = tiny_model(tmp_path, "q4_0"), tmp_path / "single.gguf"
     monkeypatch.undo()
     write_tiny(single, "qwen2", "target")
     head = DraftHead(LlamaModel(tiny).size, always=[])

@@ -14,14 +14,11 @@ from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.step import Draft, SequenceStep
 
 
-def model_and_steps(
-    *lengths: int, window: int = 64, context_length: int = 8192, max_rows: int = 8
-) -> tuple[DraftModel, list[SequenceStep]]:
+def model_and_steps(*lengths: int, **limits: int) -> tuple[DraftModel, list[SequenceStep]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
     cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
-    model = DraftModel(
-        cache, proportional(), window=window, max_rows=max_rows, vocabulary=VOCABULARY, context_length=context_length
-    )
+    limits = {"window": 64, "context_length": 8192, "max_rows": 8, **limits}
+    model = DraftModel(cache, proportional(), vocabulary=VOCABULARY, **limits)
     steps = [SequenceStep(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
     for slot, step in enumerate(steps):
         step.sequence.slot = slot
@@ -115,7 +112,7 @@ def test_no_client_copies_what_another_one_s_slot_holds() -> None:
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
-    pair = FakePair(blend=0.0, draft_context=32)
+    pair = FakePair(blend=0.0, context=32)
     sequence = pair.answer([1, 2, 3], max_tokens=100, sampling=ENDLESS)
     assert max(row.position for row in pair.draft.decoded) < 32
     assert sequence.stats.accepted > 60
@@ -130,8 +127,7 @@ def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
     sequence = pair.answer(prompt, gamma=6, prediction=truth)
     assert sequence.answer == truth
     assert all(row.token < unknown for row in pair.draft.decoded)
-    other = pair.answer([1])
-    assert other.stats.drafted_by["model"] > 0
+    assert pair.answer([1]).stats.drafted_by["model"] > 0
 
 
 def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens() -> None:

@@ -1,16 +1,15 @@
 """Drafters: the client's prediction, the draft model, and what the controller learns from their proposals."""
 
 from collections import abc
-from typing import ClassVar
 
 import pytest
 
 from constraints import Alternating
 from costs import FixedCost, flat, table
-from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy
+from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy, scripted
 from specserve.sequence import DrafterName, Pool, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.ngram import LookupProposer, Pools
-from specserve.speculation.proposers import GrammarProposer, Proposal, Proposer
+from specserve.speculation.proposers import GrammarProposer
 
 PROMPT = [1, 2, 3]
 
@@ -67,25 +66,12 @@ def test_a_sequence_drafts_in_passes_that_another_has_made_anyway(mode: Speculat
     assert (one.stats.accepted > 10) == pays
 
 
-class Saying(Proposer):
-    """A proposer that has one token for every position, of one confidence."""
-
-    name: ClassVar[DrafterName] = "lookup"
-
-    def __init__(self, tokens: list[int], confidence: float) -> None:
-        self.tokens, self.confidence = tokens, confidence
-
-    def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
-        del drafts, max_tokens
-        return Proposal([self.tokens[sequence.generated]], [self.confidence])
-
-
 def test_acceptance_is_learned_from_proposals_that_were_not_drafted() -> None:
     """Every further row costs .94 of a decode step, so that only a draft pays that is likelier than these."""
     truth = plain_greedy(PROMPT, 30)
     for right, tokens in ((True, truth), (False, [(token + 1) % VOCABULARY for token in truth])):
         costs = FixedCost(table(lambda rows: 0.06 + 0.94 * rows)), flat()
-        pair = FakePair(proposers=[Saying(tokens, 0.6)], costs=costs)
+        pair = FakePair(proposers=[scripted("lookup", tokens, [], confidence=0.6)], costs=costs)
         sequence = pair.submit(PROMPT, gamma=4, mode="auto", drafter="lookup", max_tokens=len(truth))
         before = pair.controller.acceptance.of_token(sequence, "lookup", 0.6)
         pair.run()

@@ -5,18 +5,18 @@ run together or one after the other have one seed, which must not make one's ans
 """
 
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from constraints import Alternating, Shared, Slow
+from constraints import Alternating, Slow
 from costs import flat
 from fake_engine import FakeEngine, FakeVocabulary, NoEndToken
-from fake_pair import FakePair, RecordingObserver, exact_answers
+from fake_pair import FakePair, exact_answers
 from intervals import largest_error, outcomes
 from rules import KeyedByPosition, noise
 from specserve.engine.base import Row
@@ -44,7 +44,7 @@ BY_NUMBERS: tuple[Verification, ...] = ("token", "block")
 class Case(NamedTuple):
     """What is run, chosen for few cases in which much happens."""
 
-    events: set[str]  # that must happen: numbers of drafts, their drafters, alternatives adopted beside so many drafts
+    events: set[str]  # that must happen: "n drafts" in a round, "n + adopted" with an alternative, and their drafters
     prompts: tuple[list[int], ...] = ([0, 1],)
     together: bool = True  # whether the sequences run at once or one after the other
     length: int = 6  # of each answer, in tokens
@@ -53,17 +53,21 @@ class Case(NamedTuple):
     min_p: float = 0.2  # unlikely tokens get probability 0, which leaves few cases of long answers
     presence_penalty: float = 0.0
     vocabulary: FakeVocabulary = NoEndToken(3)
-    draft_seconds: float = 0.36  # of the draft model's pass; the target's takes one
+    cost: float = 0.36  # of the draft model's pass, in seconds; the target's takes one
     blend: float = 0.4  # how much the draft model differs
     alternatives: int = 8
     prediction: tuple[int, ...] = ()
     pool: Pool | None = None  # which the second sequence searches
-    masks: int | None = None  # that a round has time for; None without a grammar
-    forbidden: Mapping[str, Any] = MappingProxyType({})  # further fields of `SamplingParams`
+    masks: int = 0  # that a round has time for; 0 without a grammar
+    min_tokens: int = 0
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty, **self.forbidden)
+        sampling = SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty)
+        return replace(sampling, min_tokens=self.min_tokens, end_tokens=tuple(self.vocabulary.end_tokens()))
+
+
+WITH_END = FakeVocabulary(3)
 
 
 CASES = {
@@ -71,89 +75,51 @@ CASES = {
     "two drafts": Case({"0 drafts", "1 drafts", "2 drafts"}, length=4, mode="fixed", gamma=2, min_p=0),
     "four drafts": Case({"2 drafts", "3 drafts", "4 drafts"}, mode="fixed", gamma=4, min_p=0.4),
     "adaptive lengths": Case({"0 drafts", "1 drafts", "2 drafts"}, length=5, alternatives=0),
-    "alternatives": Case({"0 drafts", "4 drafts", "adopted beside 1", "adopted beside 2"}),
-    "penalties": Case({"2 drafts", "adopted beside 1"}, length=5, presence_penalty=0.8),
-    "an end token": Case(
-        {"2 drafts", "adopted beside 1"}, ([0, 2],), length=5, draft_seconds=0.38, vocabulary=FakeVocabulary(3)
-    ),
+    "alternatives": Case({"0 drafts", "4 drafts", "1 + adopted", "2 + adopted"}),
+    "penalties": Case({"2 drafts", "1 + adopted"}, length=5, presence_penalty=0.8),
+    "an end token": Case({"2 drafts", "1 + adopted"}, ([0, 2],), length=5, cost=0.38, vocabulary=WITH_END),
     "a prediction": Case(
-        {"model", "prediction", "adopted beside 2"},
-        ([0, 1],),
-        length=5,
-        min_p=0.25,
-        draft_seconds=0.15,
-        blend=0.5,
-        prediction=(1, 1, 2, 0, 1),
+        {"model", "prediction", "2 + adopted"}, length=5, min_p=0.25, cost=0.15, blend=0.5, prediction=(1, 1, 2, 0, 1)
     ),
-    "a grammar": Case({"adopted beside 2"}, ([0, 2],), draft_seconds=0.4, vocabulary=NoEndToken(5), masks=99),
+    "a grammar": Case({"2 + adopted"}, ([0, 2],), cost=0.4, vocabulary=NoEndToken(5), masks=99),
     "masks that wait": Case(
-        {"a mask waits", "adopted beside 1", "adopted beside 2"},
-        ([3, 3],),
-        draft_seconds=0.37,
-        vocabulary=NoEndToken(5),
-        masks=4,
+        {"a mask waits", "1 + adopted", "2 + adopted"}, ([3, 3],), cost=0.37, vocabulary=NoEndToken(5), masks=4
     ),
     "no end before four tokens": Case(
-        {"2 drafts", "adopted beside 2"},
-        ([0, 2],),
-        length=5,
-        draft_seconds=0.38,
-        vocabulary=FakeVocabulary(3),
-        forbidden={"min_tokens": 4, "end_tokens": (2,)},
+        {"2 drafts", "2 + adopted"}, ([0, 2],), length=5, cost=0.38, vocabulary=WITH_END, min_tokens=4
     ),
-    "two prompts at once": Case(
-        {"2 drafts", "adopted beside 1"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5, draft_seconds=0.36
-    ),
-    "a prompt twice at once": Case(
-        {"2 drafts", "adopted beside 1"}, ([2, 2], [2, 2]), length=4, min_p=0.5, draft_seconds=0.216
-    ),
-    "a prompt again": Case(
-        {"1 drafts", "adopted beside 1"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=0.6, blend=0.6
-    ),
+    "two prompts at once": Case({"2 drafts", "1 + adopted"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5),
+    "a prompt twice at once": Case({"2 drafts", "1 + adopted"}, ([2, 2],) * 2, length=4, min_p=0.5, cost=0.216),
+    "a prompt again": Case({"1 drafts", "1 + adopted"}, ([1, 1],) * 2, together=False, length=4, cost=0.6, blend=0.6),
     "a pool of answers": Case(
-        {"lookup", "2 drafts"}, ([1, 1], [1, 1]), together=False, length=4, draft_seconds=2.0, pool=("a key", "")
+        {"lookup", "2 drafts"}, ([1, 1],) * 2, together=False, length=4, cost=2.0, pool=("a key", "")
     ),
 }
 
 
 def run(case: Case, verification: Verification, events: set[str]) -> Answers:
     """The answers of one run; adds what happened in it."""
-    observer, shared = RecordingObserver(), Shared(case.masks or 0)
     proposers: list[Proposer] = [PredictionProposer(), GrammarProposer(), LookupProposer()] if case.prediction else []
     if case.pool:
         proposers.append(LookupProposer(Pools(1000)))
-    pair = FakePair(
-        vocabulary=case.vocabulary,
-        blend=case.blend,
-        costs=(flat(), flat(case.draft_seconds)),
-        proposers=proposers,
-        limit_masks=shared.limit_masks,
-        observers=[observer],
-    )
+    costs = flat(), flat(case.cost)
+    pair = FakePair(vocabulary=case.vocabulary, blend=case.blend, costs=costs, proposers=proposers, masks=case.masks)
     pair.target.max_alternatives = case.alternatives
+    grammar = Slow(case.vocabulary.size, pair.masks) if case.masks else None
+    options: dict[str, Any] = {"gamma": case.gamma, "mode": case.mode, "verification": verification, "pool": case.pool}
+    options |= {"sampling": case.sampling, "max_tokens": case.length}
     sequences = []
     for prompt in case.prompts:
-        sequence = pair.submit(
-            prompt,
-            gamma=case.gamma,
-            verification=verification,
-            mode=case.mode,
-            sampling=case.sampling,
-            max_tokens=case.length,
-            prediction=case.prediction,
-            pool=case.pool,
-            constraint=None if case.masks is None else Slow(case.vocabulary.size, shared),
-        )
-        sequences.append(sequence)
+        sequences.append(pair.submit(prompt, prediction=case.prediction, constraint=grammar, **options))
         if not case.together:
             pair.run()
     pair.run()
-    for step in observer.rounds:
+    for step in pair.records.rounds:
         if step.is_decode_round:
             events |= {f"{len(step.drafts)} drafts", *step.drafted_by}
         if step.adopted:
-            events.add(f"adopted beside {len(step.drafts)}")
-    if shared.deferred:
+            events.add(f"{len(step.drafts)} + adopted")
+    if pair.masks.deferred:
         events.add("a mask waits")
     return tuple(tuple(sequence.answer) for sequence in sequences)
 
@@ -163,7 +129,7 @@ def error(case: Case, verification: Verification, *, of: slice = slice(None)) ->
     events: set[str] = set()
     found = outcomes(lambda: run(case, verification, events)[of])
     assert case.events <= events, f"only these have happened: {events}"
-    grammar = None if case.masks is None else Alternating(case.vocabulary.size)
+    grammar = Alternating(case.vocabulary.size) if case.masks else None
     expected: dict[Answers, float] = {(): 1.0}
     for prompt in case.prompts[of]:
         exact = exact_answers(prompt, case.length, case.sampling, case.vocabulary, grammar)
@@ -309,10 +275,7 @@ def compute_alternatives_after_the_draft(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "cases"),
     [
-        (
-            draw_from_the_seed,
-            ["two prompts at once", "a prompt twice at once", "a prompt again", "a pool of answers"],
-        ),
+        (draw_from_the_seed, ["two prompts at once", "a prompt twice at once", "a prompt again", "a pool of answers"]),
         (reuse_numbers_after_an_alternative, ["alternatives"]),
         (draft_the_likeliest_instead_of_unlikely_tokens, ["one draft"]),
         (penalise_without_the_adopted_token, ["penalties"]),

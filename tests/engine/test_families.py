@@ -1,12 +1,11 @@
 """Requests have the same effects with a Qwen2 (BPE), a Llama (SentencePiece) and a GPT-2 pair."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 
 import tiny_models as tiny
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
@@ -20,6 +19,7 @@ from tiny_models import ARCHITECTURES, END_OF_TEXT
 
 PROMPTS = ["The quick brown fox", "def accept(p, q):", "héllo 世界 🙂, once upon a time there was a"]
 GAMMAS = [1, 3, 7]
+GREEDY = {"max_tokens": 60, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,7 @@ def pair(architecture: str, files: TinyFiles) -> Pair:
 
 def without_end_tokens(pair: Pair) -> dict[str, Any]:
     """A `logit_bias` that forbids every end token."""
-    ends = [token for token in range(pair.vocabulary.size) if pair.vocabulary.is_end_token(token)]
-    return {"logit_bias": {str(token): -100 for token in ends}}
+    return {"logit_bias": {str(token): -100 for token in pair.vocabulary.end_tokens()}}
 
 
 def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, architecture: str) -> None:
@@ -39,7 +38,7 @@ def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, arch
     Also after control tokens in a prompt, and from drafts of a pool of finished answers.
     """
     for prompt in (*PROMPTS, f"The quick{END_OF_TEXT[architecture]}brown fox"):
-        plain = pair.complete(prompt, max_tokens=60, temperature=0, speculation=PLAIN).sequence
+        plain = pair.complete(prompt, **GREEDY, speculation=PLAIN).sequence
         assert plain.stats.drafted == 0
         assert any(map(pair.vocabulary.is_end_token, plain.prompt)) == (prompt not in PROMPTS)
         target = pair.models.target.engine
@@ -48,13 +47,11 @@ def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, arch
             [logits] = target.forward([Row(token, 0, position, wants_logits=True)])
             assert position + 1 < plain.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
         for gamma in GAMMAS:
-            speculative = pair.complete(prompt, max_tokens=60, temperature=0, speculation=fixed_gamma(gamma)).sequence
+            speculative = pair.complete(prompt, **GREEDY, speculation=fixed_gamma(gamma)).sequence
             assert speculative.answer == plain.answer
             assert 0 < speculative.stats.accepted < speculative.stats.drafted or prompt not in PROMPTS
-        first, second = (
-            pair.complete(prompt, max_tokens=60, temperature=0, speculation={"mode": "fixed", "pool": prompt}).sequence
-            for _ in range(2)
-        )
+        pooled = {"mode": "fixed", "pool": prompt}
+        first, second = (pair.complete(prompt, **GREEDY, speculation=pooled).sequence for _ in range(2))
         assert first.answer == second.answer == plain.answer
         assert second.stats.accepted > max(0.6 * len(plain.answer), first.stats.accepted - 1)
 
@@ -107,7 +104,7 @@ def test_an_empty_prompt_is_refused_without_a_bos_token(tmp_path: Path, monkeypa
         pair.complete("")
 
 
-def test_a_chat_is_rendered_by_the_models_template_and_has_at_most_one_bos_token(files: TinyFiles) -> None:
+def test_a_chat_is_rendered_by_the_models_template_if_any_and_has_at_most_one_bos_token(files: TinyFiles) -> None:
     expected = {
         "qwen2": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         "llama": "<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n",
@@ -120,9 +117,6 @@ def test_a_chat_is_rendered_by_the_models_template_and_has_at_most_one_bos_token
         assert sum(map(pair.vocabulary.is_end_token, plain.prompt)) == 2
         assert plain.prompt.count(pair.vocabulary.bos_token() or 0) == (architecture == "llama")
         assert pair.complete(prompt, max_tokens=40, temperature=0).sequence.tokens == plain.tokens
-
-
-def test_a_model_without_a_chat_template_loads_with_none(files: TinyFiles) -> None:
     assert Pair(files.config("gpt2")).chat_template is None
 
 
@@ -151,72 +145,55 @@ def test_a_draft_with_a_shorter_context_reads_only_the_end_of_long_sequences(
     assert speculative.stats.drafted > 128 * 2, "it restarts near the end of the sequence"
 
 
-def test_a_context_longer_than_the_target_was_trained_for_is_refused(architecture: str, files: TinyFiles) -> None:
-    with pytest.raises(ModelLoadError, match="was trained for 2048 tokens; lower `context_length` from 2049"):
-        Pair(files.config(architecture, context_length=2049))
-
-
 def test_a_draft_of_another_family_or_with_other_tokens_is_refused_with_the_reason(files: TinyFiles) -> None:
     """The pre-tokenisers of Qwen2 and GPT-2 differ, and so do the tokens of `other` files."""
     kinds, texts = "their tokenizers are of different kinds", r"token \d+ is a different text in each"
     pairs = {("qwen2", "llama"): kinds, ("llama", "gpt2"): kinds, ("qwen2", "gpt2"): texts, ("gpt2", "qwen2"): texts}
-    drafts = {pair: files.path(pair[1], "draft") for pair in pairs}
-    for architecture in ARCHITECTURES:
-        pairs[architecture, architecture] = texts
-        drafts[architecture, architecture] = files.path(architecture, "other")
+    pairs |= {(architecture, architecture): texts for architecture in ARCHITECTURES}
     for (target, draft), reason in pairs.items():
-        path = drafts[target, draft]
-        message = (
-            f"The draft {path.name} does not fit the target {target}-target.gguf: {reason}; choose a draft of the "
-        )
-        with pytest.raises(ModelLoadError, match=message):
+        path = files.path(draft, "other" if draft == target else "draft")
+        names = f"The draft {path.name} does not fit the target {target}-target.gguf"
+        with pytest.raises(ModelLoadError, match=f"{names}: {reason}; choose a draft of the "):
             Pair(files.config(target).model_copy(update={"draft": ModelConfig(path=path)}))
 
 
-def draft_with(
-    architecture: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **methods: Callable[..., None]
-) -> ModelConfig:
-    """A draft whose file is written with other methods of GGUFWriter."""
-    for name, method in methods.items():
-        monkeypatch.setattr(GGUFWriter, name, method)
-    return ModelConfig(path=TinyFiles(directory).path(architecture, "draft"))
+def draft_with(architecture: str, directory: Path, without: str, key: str, value: int) -> ModelConfig:
+    """A draft whose file has this key of the tokenizer, and without what a method of GGUFWriter adds."""
 
+    def write(writer: GGUFWriter, _value: object) -> None:
+        kind = GGUFValueType.BOOL if isinstance(value, bool) else GGUFValueType.UINT32
+        writer.add_key_value(f"tokenizer.ggml.{key}", value, kind)
 
-def with_first_token_as_end(writer: GGUFWriter, _token: int) -> None:
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 0)
-
-
-def with_first_token_as_begin(writer: GGUFWriter, _token: int) -> None:
-    writer.add_uint32("tokenizer.ggml.bos_token_id", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, without, write)
+        return ModelConfig(path=TinyFiles(directory).path(architecture, "draft"))
 
 
 def test_a_draft_whose_answers_end_otherwise_serves_its_target(
-    architecture: str, pair: Pair, files: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, pair: Pair, files: TinyFiles, tmp_path: Path
 ) -> None:
     """As a base model's file does for an instruct target; no prompt gets an end token from either."""
-    draft = draft_with(architecture, tmp_path, monkeypatch, add_eos_token_id=with_first_token_as_end)
+    draft = draft_with(architecture, tmp_path, "add_eos_token_id", "eos_token_id", 0)
     mixed = Pair(files.config(architecture).model_copy(update={"draft": draft}))
     assert mixed.models.draft is not None
     assert mixed.models.draft.is_end_token(0)
     assert not mixed.vocabulary.is_end_token(0)
     for prompt in PROMPTS:
-        expected = pair.complete(prompt, max_tokens=60, temperature=0, speculation=PLAIN)
-        found = mixed.complete(prompt, max_tokens=60, temperature=0)
+        expected, found = pair.complete(prompt, **GREEDY, speculation=PLAIN), mixed.complete(prompt, **GREEDY)
         assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
         assert found.sequence.stats.accepted > 0
 
 
 def test_a_draft_whose_prompts_begin_or_end_otherwise_is_refused(files: TinyFiles, tmp_path: Path) -> None:
     """A begin token that no prompt gets may differ."""
-    cases: list[tuple[str, str, Callable[..., None], bool]] = [
-        ("qwen2", "add_add_bos_token", lambda w, _: w.add_bool("tokenizer.ggml.add_bos_token", True), False),
-        ("llama", "add_unk_token_id", lambda w, _: w.add_bool("tokenizer.ggml.add_eos_token", True), False),
-        ("llama", "add_bos_token_id", with_first_token_as_begin, False),
-        ("qwen2", "add_bos_token_id", with_first_token_as_begin, True),
+    cases = [
+        ("qwen2", "add_add_bos_token", "add_bos_token", True, False),
+        ("llama", "add_unk_token_id", "add_eos_token", True, False),
+        ("llama", "add_bos_token_id", "bos_token_id", 0, False),
+        ("qwen2", "add_bos_token_id", "bos_token_id", 0, True),
     ]
-    for number, (architecture, name, method, fits) in enumerate(cases):
-        with pytest.MonkeyPatch.context() as patch:
-            draft = draft_with(architecture, tmp_path / str(number), patch, **{name: method})
+    for number, (architecture, without, key, value, fits) in enumerate(cases):
+        draft = draft_with(architecture, tmp_path / str(number), without, key, value)
         config = files.config(architecture).model_copy(update={"draft": draft})
         if fits:
             assert Pair(config).models.draft is not None

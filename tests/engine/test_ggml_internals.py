@@ -14,11 +14,11 @@ import pytest
 
 import peer_engines
 from kernel_products import needs_kernels
+from planted import INCLUDE, SOURCES
 
 pytestmark = needs_kernels
 
-KERNELS = Path(__file__).parents[2] / "handler" / "kernels"
-HEADER = KERNELS / "ggml_internals.h"
+HEADER = SOURCES / "ggml_internals.h"
 FIELDS = {
     "ggml_backend_buffer_type_i": "get_name alloc_buffer get_alignment get_max_size get_alloc_size is_host",
     "ggml_backend_buffer_type": "iface device context",
@@ -72,8 +72,7 @@ def description(headers: Iterable[str], include: Iterable[Path], directory: Path
 def ours(directory: Path, text: str) -> list[str]:
     """What ggml_internals.h declares if it has this text."""
     (directory / HEADER.name).write_text(text)
-    include = Path(str(importlib.metadata.distribution("llama-cpp-python").locate_file("include")))
-    return description([HEADER.name], [directory, include], directory)
+    return description([HEADER.name], [directory, INCLUDE], directory)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +99,7 @@ CLEAR, RESET = "    void (*clear)(ggml_backend_buffer_t, uint8_t);\n", "    void
 PLANTED = {
     "functions that have changed places": (CLEAR + RESET, RESET + CLEAR),
     "a field that was added": ("    void * context;\n};", "    void * context;\n    void * added;\n};"),
-    "a virtual function that was added": (
-        "virtual bool supports_op(",
-        "virtual bool added();\n virtual bool supports_op(",
-    ),
+    "a virtual function that was added": ("bool supports_op(", "bool added();\n virtual bool supports_op("),
     "another argument of a virtual function": ("ggml_tensor * op, size_t & size", "ggml_tensor * op, size_t * size"),
     "fields that have changed places": ("int ith, nth;", "int nth, ith;"),
     "another argument of a function": ("ggml_backend_buffer_i, void *", "const ggml_backend_buffer_i &, void *"),

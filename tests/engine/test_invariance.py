@@ -1,12 +1,13 @@
 """With specserve's kernels logits are batch-invariant, so outputs repeat; the measurement finds planted faults."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-import tiny_models
 from batch_invariance import largest_difference
 from fake_engine import FakeEngine
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
@@ -15,8 +16,8 @@ from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from tiny_formats import FORMATS, quantise_as
-from tiny_models import ARCHITECTURES, write_tiny
+from tiny_formats import FORMATS, tiny_model
+from tiny_models import ARCHITECTURES
 
 NOISE = 0.25
 
@@ -64,15 +65,13 @@ def test_a_planted_fault_is_found() -> None:
 def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_cpps(tmp_path: Path) -> None:
     """With llama.cpp's attention a single row differs above 256 tokens in the cache, for several threads."""
     runs: list[tuple[kernels.Mode, int]] = [("auto", 1), ("auto", 2), ("off", 2)]
-    for architecture in ARCHITECTURES:
-        write_tiny(tmp_path / "single.gguf", architecture, "target")
-        for form in FORMATS:
-            path = quantise_as(tmp_path / "single.gguf", tmp_path / f"{form}.gguf", form)
-            for mode, threads in runs:
-                kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
-                engine = open_engine(path, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
-                assert (largest_difference(engine) == 0) == (mode == "auto"), (architecture, form, mode, threads)
-                engine.close()
+    for architecture, form in product(ARCHITECTURES, FORMATS):
+        path = tiny_model(tmp_path, form, architecture)
+        for mode, threads in runs:
+            kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
+            engine = open_engine(path, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
+            assert (largest_difference(engine) == 0) == (mode == "auto"), (architecture, form, mode, threads)
+            engine.close()
 
 
 @needs_kernels
@@ -80,33 +79,20 @@ def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """IQ4_XS, in rows of 256 weights, has no kernel of specserve's."""
-    monkeypatch.setattr(tiny_models, "WIDTH", 256)
-    monkeypatch.setattr(tiny_models, "FEED_FORWARD", 512)
     # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
     monkeypatch.setattr(kernel_trial, "run", dict)
-    write_tiny(tmp_path / "single.gguf", "qwen2", "target")
     modes: list[tuple[str, kernels.Mode, str]] = [
-        (
-            "q4_0",
-            "auto",
-            "specserve's kernels compute a row alike in any pass: greedy and seeded outputs repeat exactly",
-        ),
-        ("iq4_xs", "auto", "llama.cpp's kernels compute matrix products: greedy and seeded outputs may differ"),
-        (
-            "q4_0",
-            "off",
-            "llama.cpp's kernels compute matrix products and attention: greedy and seeded outputs may differ",
-        ),
+        ("q4_0", "auto", "specserve's kernels compute a row alike in any pass: {} repeat exactly"),
+        ("iq4_xs", "auto", "llama.cpp's kernels compute matrix products: {} may differ"),
+        ("q4_0", "off", "llama.cpp's kernels compute matrix products and attention: {} may differ"),
     ]
     for form, mode, sentence in modes:
         caplog.clear()
-        path = quantise_as(tmp_path / "single.gguf", tmp_path / f"{form}.gguf", form)
-        config = HandlerConfig(
-            model_id="tiny", kernels=mode, target=ModelConfig(path=path), sequences=3, context_length=512, threads=1
-        )
+        target = ModelConfig(path=tiny_model(tmp_path, form, WIDTH=256, FEED_FORWARD=512))
+        sizes: dict[str, Any] = {"sequences": 3, "context_length": 512, "threads": 1}
         with caplog.at_level("INFO"):
-            models = load_models(config)
-        assert models.repeats.startswith(sentence)
+            models = load_models(HandlerConfig(model_id="tiny", kernels=mode, target=target, **sizes))
+        assert models.repeats.startswith(sentence.format("greedy and seeded outputs"))
         [record] = [record for record in caplog.records if models.repeats in record.getMessage()]
         assert (record.levelname == "WARNING") == (form == "iq4_xs" or mode == "off")
         left = f"{form}.gguf: llama.cpp's own kernels compute matrix products of this model"

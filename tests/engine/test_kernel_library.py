@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from kernel_products import needs_kernels
+from planted import INCLUDE, SOURCES
 from specserve.engine import kernel_library, kernel_trial, kernels
 from specserve.errors import Unusable
 
 pytestmark = needs_kernels
 
-KERNELS = Path(__file__).parents[2] / "handler" / "kernels"
 INSTALLED = importlib.metadata.version("llama-cpp-python")
 MARKER = f"specserve kernels for llama-cpp-python {INSTALLED}"
 
@@ -63,9 +63,6 @@ def compiled(directory: Path, fault: str) -> bytes:
     return (directory / "library.so").read_bytes()
 
 
-# ---- versions ----
-
-
 def test_a_library_for_another_version_is_refused_before_it_is_loaded(be: Callable[[bytes], None]) -> None:
     """This one cannot even be loaded."""
     be(b"...specserve kernels for llama-cpp-python 9.9\0...")
@@ -76,16 +73,15 @@ def test_a_library_for_another_version_is_refused_before_it_is_loaded(be: Callab
 
 def test_the_library_is_refused_after_llama_cpp_python_was_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
-        assert f"built for llama-cpp-python {INSTALLED}, and 9.9 is installed" in kernels.use("auto").sentence
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "llama-cpp-python" else real(name))
+    assert f"built for llama-cpp-python {INSTALLED}, and 9.9 is installed" in kernels.use("auto").sentence
 
 
 @pytest.fixture
 def unverified(tmp_path: Path) -> Path:
     """The kernels' sources as they are when llama-cpp-python has been changed and nobody has looked at its sources."""
     sources = tmp_path / "kernels"
-    shutil.copytree(KERNELS, sources)
+    shutil.copytree(SOURCES, sources)
     header = sources / "ggml_internals.h"
     text = header.read_text()
     assert text.count(f'{{"{INSTALLED}"}}') == 1
@@ -98,36 +94,24 @@ def test_nothing_is_built_for_a_version_that_is_not_verified_and_the_server_says
 ) -> None:
     build, installed = tmp_path / "build", tmp_path / "installed"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    options = [f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
-    steps: list[list[str | Path]] = [
-        ["-S", unverified, "-B", build, *options],
-        ["--build", build],
-        ["--install", build, "--prefix", installed],
-    ]
-    for step in steps:
+    configure = ["-S", str(unverified), "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    for step in (configure, ["--build", str(build)], ["--install", str(build), "--prefix", str(installed)]):
         subprocess.run(["cmake", *step], check=True, env=environment, capture_output=True)
     distribution = SimpleNamespace(locate_file=installed.joinpath)
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "distribution", lambda _name: distribution)
-        assert not kernel_library.library_path().exists()
-        assert kernels.use("auto").sentence == (
-            "llama.cpp's own kernels compute: they were not built (they are verified for llama-cpp-python 0.3.1, "
-            f"0.3.2, and {INSTALLED} was installed)"
-        )
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: distribution)
+    assert not kernel_library.library_path().exists()
+    reason = f"they are verified for llama-cpp-python 0.3.1, 0.3.2, and {INSTALLED} was installed"
+    assert kernels.use("auto").sentence == f"llama.cpp's own kernels compute: they were not built ({reason})"
 
 
 def test_a_compiler_refuses_a_version_that_is_not_verified(unverified: Path) -> None:
     """As of a build without CMakeLists.txt."""
-    include = importlib.metadata.distribution("llama-cpp-python").locate_file("include")
-    options = ["-std=c++17", "-fsyntax-only", f"-I{include}", f'-DSPECSERVE_BUILT_FOR="{INSTALLED}"']
-    for sources, accepted in ((KERNELS, True), (unverified, False)):
+    options = ["-std=c++17", "-fsyntax-only", f"-I{INCLUDE}", f'-DSPECSERVE_BUILT_FOR="{INSTALLED}"']
+    for sources, accepted in ((SOURCES, True), (unverified, False)):
         command = ["g++", *options, str(sources / "library.cpp")]
         outcome = subprocess.run(command, check=False, capture_output=True, text=True)
         assert (outcome.returncode == 0) == accepted
         assert ("is not verified for this llama-cpp-python" in outcome.stderr) != accepted
-
-
-# ---- the trial run ----
 
 
 FAULTS = {
@@ -180,9 +164,6 @@ def test_a_cache_that_cannot_be_written_costs_a_trial_at_every_start(
     monkeypatch.setattr(kernel_trial, "_run_in_another_process", dict)
     kernel_trial.run()
     assert "the next start tries again" in caplog.text
-
-
-# ---- other reasons ----
 
 
 def test_without_a_usable_library_llama_cpps_kernels_are_used_with_a_reason(

@@ -4,38 +4,27 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import tiny_models
 from kernel_products import BLOCK, FORMATS, SUPPORTED_VARIANTS, exact, needs_kernels, product, quantised, variants
 from pairs import open_engine
-from planted import build_library
+from planted import SOURCES, build_library
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine
-from tiny_formats import quantise_as
-from tiny_models import write_tiny
+from tiny_formats import tiny_model
 
 pytestmark = needs_kernels
 
 __all__ = ["build_library"]
 
-SOURCES = Path(__file__).parents[2] / "handler" / "kernels"
 ROWS = (*range(1, 18), 32, 33)
-
-
-@pytest.fixture
-def best() -> Iterator[str]:
-    """The best variant that this processor supports."""
-    assert kernels.use("auto", variant=SUPPORTED_VARIANTS[0]).variant == SUPPORTED_VARIANTS[0]
-    yield SUPPORTED_VARIANTS[0]
-    kernels.use("off")
 
 
 def numbers(seed: int, *shape: int) -> NDArray[np.float32]:
@@ -48,9 +37,6 @@ def errors(got: FloatArray, expected: NDArray[np.float64]) -> tuple[float, float
     # NaN, for example from results that were not written, would compare as no error.
     deviations = (np.nan_to_num(got, nan=1e9, posinf=1e9, neginf=-1e9) - expected) / scale
     return float(np.sqrt(np.mean(deviations**2))), float(np.abs(deviations).max())
-
-
-# ---- products ----
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -196,9 +182,6 @@ def test_planted_faults_fail_the_trial_and_these_tests(
         assert max(errors(product(name, blocks, x)[0], exact(name, blocks, x))) > 0.05
 
 
-# ---- in llama.cpp ----
-
-
 def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
     rows = [Row(token, slot, position, wants_logits=position == 19) for position, token in enumerate(range(40, 60))]
     found = engine.forward(rows).copy()
@@ -206,37 +189,27 @@ def logits(engine: LlamaEngine, slot: int = 0) -> FloatArray:
     return found
 
 
-def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path, best: str) -> None:
-    assert best
+def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path) -> None:
+    kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
     # Two layers of seven products, and the head.
-    for expected in ((15, 2), (0, 0)):
+    for expected in ([15, 2], [0, 0]):
         engine = open_engine(tiny)
         before = kernels.calls()
         logits(engine)
-        after = kernels.calls()
-        assert (after[0] - before[0], after[1] - before[1]) == expected
+        assert np.subtract(kernels.calls(), before).tolist() == expected
         kernels.use("off")
 
 
-def changed(directory: Path, form: str, **sizes: int) -> Path:
-    """A tiny model of other sizes."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in sizes.items():
-            patch.setattr(tiny_models, name, value)
-        write_tiny(directory / "single.gguf", "qwen2", "target")
-    return quantise_as(directory / "single.gguf", directory / f"{form}.gguf", form)
-
-
-@pytest.mark.usefixtures("best")
 def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_path: Path) -> None:
     """Also after another engine, for whose model it computed something else.
 
     Heads of eight numbers are fewer than a register holds. Q4_K takes rows of 256, for others llama.cpp takes Q5_0: so
     some products have a kernel and others have none.
     """
+    kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
     products, attention = ("matrix products",), ("attention",)
-    small_heads = changed(tmp_path, "q4_0", HEADS=8)
-    half_quantised = changed(tmp_path, "q4_k", FEED_FORWARD=256)
+    small_heads = tiny_model(tmp_path, "q4_0", HEADS=8)
+    half_quantised = tiny_model(tmp_path, "q4_k", FEED_FORWARD=256)
     unquantised = tmp_path / "single.gguf"
     for path, left in ((small_heads, attention), (unquantised, products), (half_quantised, products)):
         assert open_engine(path).left_to_llama_cpp == left
@@ -284,10 +257,8 @@ print([memory_after_load() for _ in range(40)][-1] - warm)
 def test_repeated_loading_leaks_no_memory(tiny: Path) -> None:
     """Less than 6 KiB a load; in a process of its own, since the heap of one that ran other tests grows in steps."""
     command = [sys.executable, "-c", _REPEATED_LOADS, str(tiny), *sys.path]
-    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < 2**18
+    assert int(subprocess.check_output(command)) < 2**18
 
-
-# ---- sanitizers ----
 
 _ALL_KERNELS = """
 import ctypes, os, pathlib, sys
@@ -321,17 +292,11 @@ def test_address_and_undefined_behaviour_sanitizers_find_no_error(tmp_path: Path
     build = tmp_path / "build"
     options = ["-DSPECSERVE_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for command in (["cmake", "-S", str(SOURCES), "-B", str(build), *options], ["cmake", "--build", str(build)]):
-        subprocess.run(command, check=True, env=environment, capture_output=True)
+    for step in (["cmake", "-S", str(SOURCES), "-B", str(build), *options], ["cmake", "--build", str(build)]):
+        subprocess.run(step, check=True, env=environment, capture_output=True)
     [library] = build.glob("*.so")
-    preload = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    outcome = subprocess.run(
-        [sys.executable, "-c", _ALL_KERNELS, str(library), *sys.path],
-        env={**environment, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    preload = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    environment |= {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-c", _ALL_KERNELS, str(library), *sys.path]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert outcome.stdout.strip().endswith("clean"), outcome.stderr[-2000:]

@@ -1,7 +1,6 @@
 """Speculation changes neither greedy nor seeded output, nor the distribution of sampled output."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -9,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from constraints import Alternating, Shared, Slow
+from constraints import Slow
 from costs import flat
 from fake_engine import NoEndToken
-from fake_pair import END_TOKEN, SEEDED, SLOTS, FakePair, RecordingObserver, exact_answers, plain_greedy
+from fake_pair import END_TOKEN, SEEDED, SLOTS, FakePair, exact_answers, plain_greedy
 from specserve.sequence import SamplingParams, Verification
 from specserve.speculation.ngram import LookupProposer, PredictionProposer
 from specserve.speculation.proposers import GrammarProposer
@@ -54,9 +53,7 @@ def test_only_coupled_output_repeats_and_only_with_a_seed() -> None:
     """Other rules share no number between sequences, whatever their seeds (test_exact_output.py)."""
 
     def outputs(verification: Verification, sampling: SamplingParams) -> set[tuple[int, ...]]:
-        pair = FakePair()
-        sequences = [pair.submit([1, 2], sampling=sampling, verification=verification) for _ in range(4)]
-        pair.run()
+        sequences = FakePair().answers([[1, 2]] * 4, sampling=sampling, verification=verification)
         return {tuple(sequence.answer) for sequence in sequences}
 
     for verification in get_args(Verification):
@@ -68,14 +65,12 @@ TRIALS = 1_200
 SAMPLING = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
 # Some of its tokens match likely outputs and others do not.
 PREDICTION = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
-GRAMMAR: Callable[[Shared], Alternating] = lambda _shared: Alternating(6)  # noqa: E731
-# A round has time for two masks, so drafts of two tokens have none for the bonus token.
-LATE_MASKS: Callable[[Shared], Alternating] = lambda shared: Slow(6, shared)  # noqa: E731
 CASES: dict[str, dict[str, Any]] = {
     "the draft model": {},
-    "a grammar": {"grammar": GRAMMAR},
-    "masks that wait": {"grammar": LATE_MASKS},
-    "masks that wait, with a prediction": {"grammar": LATE_MASKS, "prediction": PREDICTION},
+    "a grammar": {"masks": 99},
+    # Drafts of two tokens leave no time for the mask of the bonus token.
+    "masks that wait": {"masks": 2},
+    "masks that wait, with a prediction": {"masks": 2, "prediction": PREDICTION},
     "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
     # At these costs some draft tokens of either source pay and others do not.
     "adaptive lengths": {"mode": "auto", "draft_seconds": 0.38},
@@ -87,42 +82,24 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def outputs(
-    trials: int,
-    *,
-    grammar: Callable[[Shared], Alternating] | None = None,
-    draft_seconds: float = 0.1,
-    max_tokens: int = 4,
-    **options: Any,
+    trials: int, *, masks: int = 0, draft_seconds: float = 0.1, max_tokens: int = 4, **options: Any
 ) -> tuple[list[tuple[int, ...]], Counter[int]]:
-    """The first three output tokens for each seed, by the whole scheduler, and how many rounds had how many drafts."""
-    shared, observer = Shared(2 if grammar is LATE_MASKS else 10**9), RecordingObserver()
-    pair = FakePair(
-        vocabulary=NoEndToken(6),
-        blend=0.6,
-        window=32,
-        costs=(flat(), flat(draft_seconds)),
-        proposers=[PredictionProposer(), GrammarProposer(), LookupProposer()],
-        max_wait_seconds=1.0,
-        limit_masks=shared.limit_masks,
-        observers=[observer],
-    )
-    found: list[tuple[int, ...]] = []
-    for seed in range(0, trials, SLOTS):
-        sequences = [
-            pair.submit(
-                [1, 2],
-                verification="coupled",
-                sampling=replace(SAMPLING, seed=seed + n),
-                max_tokens=max_tokens,
-                constraint=grammar(shared) if grammar else None,
-                **options,
-            )
-            for n in range(SLOTS)
-        ]
-        pair.run()
-        found += [tuple(sequence.answer[:3]) for sequence in sequences]
-    rounds = [step for step in observer.rounds if step.is_decode_round]
-    return found, Counter(len(step.drafts) for step in rounds)
+    """The first three output tokens for each seed, by the whole scheduler, and how many rounds had how many drafts.
+
+    With a grammar if a round has time for some masks.
+    """
+    proposers = [PredictionProposer(), GrammarProposer(), LookupProposer()]
+    machine: dict[str, Any] = {"costs": (flat(), flat(draft_seconds)), "max_wait_seconds": 1.0, "masks": masks}
+    pair = FakePair(vocabulary=NoEndToken(6), blend=0.6, window=32, proposers=proposers, **machine)
+    sequences = []
+    for seed in range(trials):
+        sampling, grammar = replace(SAMPLING, seed=seed), Slow(6, pair.masks) if masks else None
+        options |= {"sampling": sampling, "constraint": grammar, "max_tokens": max_tokens}
+        sequences.append(pair.submit([1, 2], verification="coupled", **options))
+        if len(sequences) % SLOTS == 0:
+            pair.run()
+    rounds = [step for step in pair.records.rounds if step.is_decode_round]
+    return [tuple(sequence.answer[:3]) for sequence in sequences], Counter(len(step.drafts) for step in rounds)
 
 
 def test_coupled_output_has_the_targets_distribution() -> None:
@@ -141,7 +118,7 @@ def test_coupled_output_has_the_targets_distribution() -> None:
 
 def test_coupled_output_is_the_same_with_and_without_drafts() -> None:
     for case, options in CASES.items():
-        plain, _ = outputs(60, grammar=GRAMMAR if "grammar" in options else None, gamma=0)
+        plain, _ = outputs(60, masks=99 if "masks" in options else 0, gamma=0)
         drafted, gammas = outputs(60, **options)
         assert drafted == plain, case
         assert gammas[1] + gammas[2] > 30

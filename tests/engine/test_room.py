@@ -9,17 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from constraints import Alternating
-from fake_pair import (
-    END_TOKEN,
-    ENDLESS,
-    GREEDY,
-    SEEDED,
-    VOCABULARY,
-    FakePair,
-    RecordingObserver,
-    detokenize,
-    plain_greedy,
-)
+from fake_pair import END_TOKEN, ENDLESS, GREEDY, SEEDED, VOCABULARY, FakePair, detokenize, plain_greedy
 from specserve.core import admission, prefix_cache
 from specserve.core.text_sequence import TextSequence
 from specserve.sequence import SamplingParams
@@ -35,10 +25,6 @@ def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_ANSWER", 4)
     monkeypatch.setattr(admission, "_TURN_TOKENS", 3)
     monkeypatch.setattr(prefix_cache, "_LEAST_LOSS", 1)
-
-
-def small_pair(n_cells: int = LONGEST, **options: Any) -> FakePair:
-    return FakePair(n_cells=n_cells, **options)
 
 
 @st.composite
@@ -68,14 +54,8 @@ def arrivals(draw: st.DrawFn) -> list[tuple[int, dict[str, Any]]]:
 def answer_of(sequence: TextSequence) -> tuple[object, ...]:
     """All that a client is sent, and how often each token was counted."""
     assert sequence.error is None
-    return (
-        sequence.answer,
-        sequence.finish_reason,
-        sequence.scores,
-        sequence.prompt_scores,
-        len(sequence.sources),
-        sequence.round_number > 0,
-    )
+    counted = len(sequence.sources), sequence.round_number > 0
+    return sequence.answer, sequence.finish_reason, sequence.scores, sequence.prompt_scores, counted
 
 
 @settings(max_examples=40, deadline=None)
@@ -94,7 +74,7 @@ def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
     Every row of the target takes a second of the time after which a sequence has aged.
     """
     alone = [answer_of(FakePair().answer(**fields)) for _, fields in requests]
-    pair: FakePair = small_pair(n_cells, prefill_rows=prefill_rows, clock=lambda: float(len(pair.target.decoded)))
+    pair: FakePair = FakePair(n_cells=n_cells, prefill_rows=prefill_rows, clock=lambda: float(len(pair.target.decoded)))
     sequences = []
     with mock.patch.object(admission, "_AGED_SECONDS", aged):
         for rounds, fields in requests:
@@ -104,12 +84,10 @@ def test_every_answer_is_the_one_it_has_alone_however_small_the_cache_is(
     assert [answer_of(sequence) for sequence in sequences] == alone
 
 
-def outgrown(observer: RecordingObserver | None = None, **options: Any) -> tuple[FakePair, list[TextSequence]]:
+def outgrown() -> tuple[FakePair, list[TextSequence]]:
     """Two endless answers of which the second has just been preempted, and a request that does not fit beside it."""
-    pair = small_pair(observers=[observer] if observer else [], **options)
-    sequences = [
-        pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n), top_logprobs=1) for n in range(2)
-    ]
+    pair = FakePair(n_cells=LONGEST)
+    sequences = [pair.submit([n, 2, 3], sampling=ENDLESS, max_tokens=30, request=str(n)) for n in range(2)]
     pair.run_until(lambda: pair.target_cache.pinned_cells > 24)
     sequences.append(pair.submit([4] * 15, sampling=ENDLESS, max_tokens=3, request="2"))
     pair.run_until(lambda: sequences[1].preemptions > 0)
@@ -133,13 +111,12 @@ def test_the_sequence_admitted_last_makes_room_is_the_first_to_return_and_goes_o
 
 
 def test_a_preempted_sequence_keeps_what_is_not_needed_and_reads_only_the_rest_again() -> None:
-    observer = RecordingObserver()
-    pair, (_, preempted, _) = outgrown(observer)
+    pair, (_, preempted, _) = outgrown()
     before, start, first_token = len(preempted.tokens), preempted.timestamps.start, preempted.timestamps.first_token
     counted, prefill_seconds = preempted.stats.rounds, preempted.stats.prefill_seconds
-    del observer.rounds[:]
+    pair.records.rounds.clear()
     pair.run(preempted)
-    steps = [step for step in observer.rounds if step.sequence is preempted]
+    steps = [step for step in pair.records.rounds if step.sequence is preempted]
     again = [step for step in steps if step.in_prefill]
     assert 0 < sum(step.rows for step in again) < before
     assert not any(step.drafts or step.is_decode_round for step in again)
@@ -149,24 +126,22 @@ def test_a_preempted_sequence_keeps_what_is_not_needed_and_reads_only_the_rest_a
         sum(step.seconds.draft + step.seconds.target + step.seconds.other for step in again)
     )
     assert (preempted.timestamps.start, preempted.timestamps.first_token) == (start, first_token)
-    (end,) = (record for record in observer.ends if record.tokens == 30 and record.preemptions)
+    (end,) = (record for record in pair.records.ends if record.tokens == 30 and record.preemptions)
     assert (end.prompt_tokens, end.cached_tokens, end.preemptions) == (3, 0, preempted.preemptions)
 
 
 def test_a_client_may_leave_while_its_sequence_is_preempted() -> None:
-    observer = RecordingObserver()
-    pair, (oldest, preempted, waiting) = outgrown(observer)
+    pair, (oldest, preempted, waiting) = outgrown()
     pair.scheduler.cancel(preempted)
     pair.run(oldest, waiting)
-    assert [record.reason for record in observer.ends] == ["cancelled", "length", "length"]
+    assert [record.reason for record in pair.records.ends] == ["cancelled", "length", "length"]
     assert not pair.scheduler.busy
 
 
 def test_requests_are_admitted_as_far_as_their_prompts_and_answers_fit() -> None:
-    pair = small_pair()
-    prompts = [[n] * 10 for n in range(3)]
-    for number, prompt in enumerate(prompts):
-        pair.submit(prompt, sampling=ENDLESS, max_tokens=4, request=str(number))
+    pair = FakePair(n_cells=LONGEST)
+    for number in range(3):
+        pair.submit([number] * 10, sampling=ENDLESS, max_tokens=4, request=str(number))
     pair.step()
     assert (pair.scheduler.running, pair.scheduler.queued) == (2, 1)
 
@@ -174,7 +149,7 @@ def test_requests_are_admitted_as_far_as_their_prompts_and_answers_fit() -> None
 @pytest.mark.parametrize(("more", "running"), [(0, 2), (1, 1)])
 def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, running: int) -> None:
     """Of 40 cells one has promised 24, of which the other shares 20."""
-    pair = small_pair()
+    pair = FakePair(n_cells=LONGEST)
     first = pair.submit([7] * 20, sampling=ENDLESS, max_tokens=4, gamma=0, request="first")
     pair.run_until(lambda: first.generated == 1)
     pair.submit([*[7] * 20, *[9] * (12 + more)], max_tokens=4, request="second")
@@ -183,11 +158,10 @@ def test_what_a_prompt_shares_with_a_running_sequence_needs_no_room(more: int, r
 
 
 def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:
-    observer = RecordingObserver()
-    pair = small_pair(24, observers=[observer], blend=0.0)
+    pair = FakePair(n_cells=24, blend=0.0)
     two = [pair.submit([n, 2], sampling=ENDLESS, max_tokens=20, gamma=5, request=str(n)) for n in range(2)]
     pair.run_until(lambda: any(sequence.preemptions for sequence in two))
-    gammas = [len(step.drafts) for step in observer.rounds if step.is_decode_round]
+    gammas = [len(step.drafts) for step in pair.records.rounds if step.is_decode_round]
     assert gammas[:2] == [5, 5]
     assert min(gammas) < 5
 

@@ -1,6 +1,6 @@
 """Models whose context was extended: positions are scaled as their files say, and nothing of ours says otherwise."""
 
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ SCALINGS = {
 
 @pytest.fixture(params=SCALINGS, ids=lambda scaling: scaling.value)
 def scaling(request: pytest.FixtureRequest) -> RopeScalingType:
-    scaling: RopeScalingType = request.param
-    return scaling
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def scaled(scaling: RopeScalingType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyFiles:
-    """Files whose context was extended from 512 tokens to 2,048."""
-    write = tiny._write_hyperparameters
+def scaled(scaling: RopeScalingType, tmp_path: Path) -> TinyFiles:
+    """Files whose context was extended from 512 tokens to the 2,048 of all tiny models."""
+    write, files = tiny._write_hyperparameters, TinyFiles(tmp_path)
 
     def extended(writer: GGUFWriter, architecture: str) -> None:
         write(writer, architecture)
@@ -39,24 +38,11 @@ def scaled(scaling: RopeScalingType, tmp_path: Path, monkeypatch: pytest.MonkeyP
         writer.add_rope_scaling_factor(FACTOR)
         writer.add_rope_scaling_orig_ctx_len(ORIGINAL)
 
-    monkeypatch.setattr(tiny, "CONTEXT", ORIGINAL * FACTOR)
-    monkeypatch.setattr(tiny, "_write_hyperparameters", extended)
-    return TinyFiles(tmp_path / "scaled")
-
-
-@pytest.fixture
-def told(scaling: RopeScalingType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function after whose call every context is told to scale, whatever its file says."""
-    defaults = llama_cpp.llama_context_default_params
-
-    def explicit() -> Any:
-        params = defaults()
-        params.rope_scaling_type = SCALINGS[scaling]
-        params.rope_freq_scale = 1 / FACTOR
-        params.yarn_orig_ctx = ORIGINAL
-        return params
-
-    return lambda: monkeypatch.setattr(llama_cpp, "llama_context_default_params", explicit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "_write_hyperparameters", extended)
+        for architecture, role in product(("qwen2", "llama"), ("target", "draft")):
+            files.path(architecture, role)
+    return files
 
 
 def logits_at_length(path: Path) -> FloatArray:
@@ -72,23 +58,24 @@ def logits_at_length(path: Path) -> FloatArray:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_positions_are_scaled_as_the_file_says(
-    architecture: str, scaled: TinyFiles, tmp_path: Path, told: Callable[[], None]
+    architecture: str, scaling: RopeScalingType, scaled: TinyFiles, files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As where every context is told to scale, and the file says nothing of it."""
     by_file = logits_at_length(scaled.path(architecture, "target"))
-    plain = plain_file(tmp_path, architecture)
+    plain = files.path(architecture, "target")
     unscaled = logits_at_length(plain)
-    told()
+    defaults = llama_cpp.llama_context_default_params
+
+    def told() -> Any:
+        params = defaults()
+        params.rope_scaling_type = SCALINGS[scaling]
+        params.rope_freq_scale = 1 / FACTOR
+        params.yarn_orig_ctx = ORIGINAL
+        return params
+
+    monkeypatch.setattr(llama_cpp, "llama_context_default_params", told)
     assert np.array_equal(logits_at_length(plain), by_file)
     assert np.abs(unscaled - by_file).max() > 0.1
-
-
-def plain_file(directory: Path, architecture: str) -> Path:
-    """The same weights in a file that says nothing of scaling."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GGUFWriter, "add_rope_scaling_type", lambda *_: None)
-        patch.setattr(GGUFWriter, "add_rope_scaling_factor", lambda *_: None)
-        patch.setattr(GGUFWriter, "add_rope_scaling_orig_ctx_len", lambda *_: None)
-        return TinyFiles(directory / "plain").path(architecture, "target")
 
 
 def test_the_extended_context_is_served_and_no_more(scaled: TinyFiles) -> None:
@@ -96,5 +83,5 @@ def test_the_extended_context_is_served_and_no_more(scaled: TinyFiles) -> None:
     pair = Pair(config.model_copy(update={"sequences": 1}))
     answer = pair.complete([5] * (ORIGINAL + 100), max_tokens=10, temperature=0).sequence
     assert answer.generated == 10 or answer.ended_by_eos
-    with pytest.raises(ModelLoadError, match="was trained for 2048 tokens"):
+    with pytest.raises(ModelLoadError, match="was trained for 2048 tokens; lower `context_length` from 2049"):
         Pair(scaled.config("qwen2", context_length=ORIGINAL * FACTOR + 1))

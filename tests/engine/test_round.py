@@ -1,5 +1,6 @@
 """One round: accepted tokens, the end of an answer, log-probabilities, grammars, and how its time is charged."""
 
+import math
 from itertools import count, product
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from constraints import Alternating
 from costs import FixedCost, flat, proportional, table
 from fake_engine import FakeEngine
-from fake_pair import VOCABULARY, FakePair, RecordingObserver, detokenize, plain_greedy, prompt_reaching_end_token
+from fake_pair import VOCABULARY, FakePair, detokenize, plain_greedy
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams
 from specserve.speculation.costs import PassCosts
@@ -18,26 +19,14 @@ from specserve.speculation.step import SequenceStep
 PROMPT = [1, 2, 3]
 
 
-def test_perfect_drafts_are_all_accepted_and_followed_by_a_bonus_token() -> None:
-    stats = FakePair(blend=0.0).answer(PROMPT, gamma=3, max_tokens=17).stats
-    assert stats.accepted == stats.drafted == 12
-    assert stats.rounds == 4  # the prefill gives one token, then four rounds of four
-    assert stats.mean_acceptance_length == 4
-
-
-def test_max_tokens_ends_the_answer_and_limits_the_drafts() -> None:
-    for max_tokens in range(1, 12):
-        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=5, max_tokens=max_tokens)
+def test_perfect_drafts_are_all_accepted_with_a_bonus_token_up_to_max_tokens() -> None:
+    """The prefill gives one token, then each round gives four, the last one what is left."""
+    for max_tokens in range(1, 18):
+        sequence = FakePair(blend=0.0).answer(PROMPT, gamma=3, max_tokens=max_tokens)
+        stats = sequence.stats
         assert (sequence.generated, sequence.finish_reason) == (max_tokens, "length")
-        assert sequence.stats.drafted == sequence.stats.accepted
-
-
-def test_an_end_token_in_a_draft_ends_the_answer_and_is_not_part_of_it() -> None:
-    sequence = FakePair(blend=0.0).answer(prompt_reaching_end_token(), gamma=12)
-    stats = sequence.stats
-    assert (sequence.answer, sequence.finish_reason) == (plain_greedy(prompt_reaching_end_token(), 50), "stop")
-    assert (stats.rounds, stats.accepted) == (1, sequence.generated - 1)
-    assert stats.plain_seconds == pytest.approx(sequence.generated)
+        assert (stats.rounds, stats.drafted) == (math.ceil((max_tokens - 1) / 4), stats.accepted)
+    assert (stats.accepted, stats.mean_acceptance_length) == (12, 4)
 
 
 def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
@@ -50,16 +39,6 @@ def test_a_stop_string_in_a_draft_ends_the_answer_and_its_statistics() -> None:
         assert (sequence.take_text(), sequence.finish_reason) == (text[: text.index(stop)], "stop")
         assert (sequence.generated, stats.rounds, stats.accepted) == (last + 1, 1, last)
         assert stats.plain_seconds == pytest.approx(last)
-
-
-def test_the_next_request_can_reuse_a_cache_whose_answer_ended_in_a_draft() -> None:
-    for reuses_prefix, reused in ((True, 9), (False, 0)):
-        pair = FakePair(blend=0.0)
-        first = pair.answer(PROMPT, gamma=8, max_tokens=9)
-        prompt = first.tokens[:10]
-        second = pair.answer(prompt, max_tokens=12, reuses_prefix=reuses_prefix)
-        assert second.cached_tokens == reused
-        assert second.answer == plain_greedy(prompt, 12)
 
 
 def test_a_failed_target_pass_or_nan_logits_end_only_that_rounds_answers() -> None:
@@ -81,15 +60,14 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     A target pass takes ten seconds and one for each row, a draft pass half a second a row: three accepted drafts take
     four rows of the draft model.
     """
-    observer = RecordingObserver()
     costs = FixedCost(table(lambda rows: 10.0 + rows)), proportional(0.5)
-    pair = FakePair(blend=0.0, costs=costs, observers=[observer], prefill_rows=5)
+    pair = FakePair(blend=0.0, costs=costs, prefill_rows=5)
     pair.submit([4, 5], gamma=0, max_tokens=100, request="plain")
     pair.submit(PROMPT, gamma=3, max_tokens=100, request="drafted")
     pair.step(3)
     pair.submit([7] * 30, request="prefilled")
     pair.step()
-    last = {step.sequence.info.request: step for step in observer.rounds[-3:]}
+    last = {step.sequence.info.request: step for step in pair.records.rounds[-3:]}
     target = {request: step.seconds.target for request, step in last.items()}
     expected = {"plain": 6, "drafted": 6 + 3, "prefilled": 5}
     total = sum(expected.values()) / sum(target.values())
@@ -168,11 +146,6 @@ def test_prompt_logprobs_start_at_the_second_token_whatever_is_cached() -> None:
             assert score.logprob == pytest.approx(logprobs_after(prompt[:position])[prompt[position]], abs=1e-5)
         assert sequence.answer == plain_greedy(prompt, max_tokens)
         assert len(sequence.scores) == sequence.generated
-
-
-def test_an_answer_ends_where_its_grammar_does() -> None:
-    sequence = FakePair().answer([1, 2], constraint=Alternating(VOCABULARY, length=6))
-    assert (sequence.generated, sequence.finish_reason) == (6, "stop")
 
 
 def test_a_grammar_that_becomes_too_costly_ends_only_its_own_answer() -> None:

@@ -6,24 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraints import Alternating, Shared, Slow
+from constraints import Alternating, Slow
 from costs import FixedCost, flat, proportional
 from fake_engine import FakeEngine
-from fake_pair import ENDLESS, SLOTS, VOCABULARY, FakePair, RecordingObserver, plain_greedy
+from fake_pair import ENDLESS, SEEDED, SLOTS, VOCABULARY, FakePair, plain_greedy
 from specserve.core.text_sequence import TextSequence
-from specserve.sequence import DrafterName, SamplingParams, SpeculationMode, SpeculationParams
+from specserve.sequence import DrafterName, SequenceStats, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
 
 LONG = [n % 23 for n in range(300)]
 
 
 def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
-    observer = RecordingObserver()
-    pair = FakePair(observers=[observer])
+    pair = FakePair()
     sequence = TextSequence([1, 2], ENDLESS, SpeculationParams(), pair.vocabulary, max_tokens=1)
     pair.scheduler.submit(sequence, waited=100.0)
     pair.run()
-    [record] = observer.ends
+    [record] = pair.records.ends
     assert record.waited == pytest.approx(100.0, abs=30)
     assert record.ttft == pytest.approx(100.0, abs=30)
 
@@ -31,15 +30,14 @@ def test_time_waited_before_submit_counts_towards_waiting_and_ttft() -> None:
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_the_next_round_prefills_iff_a_sequence_awaits_its_first_token(lengths: list[int]) -> None:
-    observer = RecordingObserver()
-    pair = FakePair(observers=[observer])
+    pair = FakePair()
     for length in lengths:
         pair.submit([1] * length, max_tokens=5)
     while pair.scheduler.busy:
         predicted = pair.scheduler.awaiting_first_token > 0
-        observer.rounds.clear()
+        pair.records.rounds.clear()
         pair.step()
-        assert predicted == any(step.position == 0 for step in observer.rounds)
+        assert predicted == any(step.position == 0 for step in pair.records.rounds)
 
 
 def test_requests_get_slots_in_turn_if_one_has_many_choices() -> None:
@@ -68,19 +66,17 @@ def test_a_cancelled_request_frees_its_slot_at_once() -> None:
         pair.step()
         assert pair.scheduler.queued == 0
         pair.run()
-        for sequence in after:
-            assert sequence.answer == plain_greedy(sequence.prompt, 10)
+        assert [sequence.answer for sequence in after] == [plain_greedy([n, 5], 10) for n in range(SLOTS)]
 
 
 def test_cancelling_twice_or_after_the_end_changes_nothing() -> None:
-    observer = RecordingObserver()
-    pair = FakePair(observers=[observer])
+    pair = FakePair()
     ended = pair.answer([1, 2], max_tokens=3)
     cancelled = pair.submit([3, 4])
     pair.step()
     for sequence in (ended, cancelled, cancelled):
         pair.scheduler.cancel(sequence)
-    assert [record.reason for record in observer.ends] == ["length", "cancelled"]
+    assert [record.reason for record in pair.records.ends] == ["length", "cancelled"]
 
 
 def test_fail_all_ends_the_running_sequences_and_the_queued_are_served() -> None:
@@ -102,10 +98,8 @@ def test_choices_of_one_prompt_prefill_it_once_in_both_models() -> None:
     prompt = [n % 7 for n in range(40)]
     for count in (2, SLOTS, 2 * SLOTS):
         pair = FakePair(prefill_rows=16, draft_rows=16)
-        sequences = [
-            pair.submit(prompt, max_tokens=30, sampling=SamplingParams(seed=1), verification="coupled", choice=choice)
-            for choice in range(count)
-        ]
+        options: dict[str, Any] = {"max_tokens": 30, "sampling": SEEDED, "verification": "coupled"}
+        sequences = [pair.submit(prompt, choice=choice, **options) for choice in range(count)]
         pair.run()
         assert len({tuple(sequence.answer) for sequence in sequences}) == count
         assert rows_fed_for(pair.target, prompt) == len(prompt) - 1
@@ -253,49 +247,39 @@ def test_a_prefill_shortens_the_drafts_of_others_a_queued_request_does_not() -> 
 
 
 def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
-    observer = RecordingObserver()
-    stats = FakePair(observers=[observer]).answer([n % 23 for n in range(50)]).stats
-    prefill, decode = (
-        [
-            step.seconds.draft + step.seconds.target + step.seconds.other
-            for step in observer.rounds
-            if (step.position > 0) is decodes
-        ]
-        for decodes in (False, True)
-    )
+    pair = FakePair()
+    stats = pair.answer(LONG[:50]).stats
+    prefill = [step for step in pair.records.rounds if step.position == 0]
+    decode = [step for step in pair.records.rounds if step.position > 0]
     assert len(prefill) == 7
-    assert sum(prefill) == pytest.approx(stats.prefill_seconds)
-    assert sum(decode) == pytest.approx(stats.decode_seconds)
+    for steps, seconds in ((prefill, stats.prefill_seconds), (decode, stats.decode_seconds)):
+        times = [step.seconds for step in steps]
+        assert sum(time.draft + time.target + time.other for time in times) == pytest.approx(seconds)
 
 
 def test_records_count_each_draft_once_if_masks_are_missing() -> None:
-    shared, observer = Shared(4), RecordingObserver()
-    pair = FakePair(blend=0.6, limit_masks=shared.limit_masks, observers=[observer])
-    stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, shared)).stats for n in range(2)]
+    pair = FakePair(blend=0.6, masks=4)
+    stats = [pair.submit([n, 2], max_tokens=15, constraint=Slow(VOCABULARY, pair.masks)).stats for n in range(2)]
     pair.run()
-    assert shared.deferred
-    assert sum(len(step.drafts) for step in observer.rounds) == sum(counted.drafted for counted in stats)
-    assert sum(step.accepted for step in observer.rounds) == sum(counted.accepted for counted in stats) > 0
-    assert sum(step.is_decode_round for step in observer.rounds) == sum(counted.rounds for counted in stats)
+    assert pair.masks.deferred
+    total, rounds = SequenceStats.total(stats), pair.records.rounds
+    assert sum(len(step.drafts) for step in rounds) == total.drafted
+    assert sum(step.accepted for step in rounds) == total.accepted > 0
+    assert sum(step.is_decode_round for step in rounds) == total.rounds
 
 
 @pytest.mark.parametrize("drafter", ["model", "prediction"])
 def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(drafter: DrafterName) -> None:
     """A round has time for four masks, which are all needed to draft; the drafts are right."""
-    plain: dict[str, Any] = {"sampling": ENDLESS, "constraint": Alternating(VOCABULARY)}
-    expected = FakePair().answer([1, 2], gamma=0, max_tokens=22, **plain)
-    shared = Shared(4)
-    pair = FakePair(blend=0.0, limit_masks=shared.limit_masks)
-    drafting: dict[str, Any] = {"prediction": expected.answer, "drafter": drafter}
-    constraint = Slow(VOCABULARY, shared)
-    sequence = pair.submit([1, 2], max_tokens=40, gamma=6, sampling=ENDLESS, constraint=constraint, **drafting)
+    options: dict[str, Any] = {"max_tokens": 40, "sampling": ENDLESS}
+    truth = FakePair().answer([1, 2], gamma=0, constraint=Alternating(VOCABULARY), **options).answer
+    pair = FakePair(blend=0.0, masks=4)
+    options |= {"prediction": truth, "drafter": drafter, "constraint": Slow(VOCABULARY, pair.masks)}
+    sequence = pair.submit([1, 2], gamma=6, **options)
     pair.step()
-    lengths = []
-    for _ in range(5):
+    for length in (5, 9, 13, 17, 21):
         pair.step()
-        lengths.append(sequence.generated)
-    assert lengths == [5, 9, 13, 17, 21]
-    assert sequence.answer == expected.answer[:21]
+        assert sequence.answer == truth[:length]
 
 
 def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
@@ -310,15 +294,12 @@ def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:
 
 def test_a_round_gives_each_sequence_its_mask_in_turn_and_drafts_what_is_left() -> None:
     """In the order of slots the first one would always get the only mask; one without a grammar needs none."""
-    for masks, gammas, rounds, least in ((1, (0, 0), 40, 19), (4, (6, 0), 40, 31), (4, (6, 6), 40, 31)):
-        shared = Shared(masks)
-        pair = FakePair(limit_masks=shared.limit_masks)
+    for masks, gammas, least in ((1, (0, 0), 19), (4, (6, 0), 31), (4, (6, 6), 31)):
+        pair = FakePair(masks=masks)
         options: dict[str, Any] = {"max_tokens": 300, "sampling": ENDLESS}
-        masked = [
-            pair.submit([1, 2, n], gamma=gamma, constraint=Slow(VOCABULARY, shared), **options)
-            for n, gamma in enumerate(gammas)
-        ]
+        grammars = [Slow(VOCABULARY, pair.masks) for _ in gammas]
+        masked = [pair.submit([1, 2, n], gamma=gammas[n], constraint=grammars[n], **options) for n in range(2)]
         plain = pair.submit([3, 4], gamma=0, **options)
-        pair.step(rounds)
+        pair.step(40)
         assert min(sequence.generated for sequence in masked) >= least
-        assert plain.generated == rounds
+        assert plain.generated == 40

@@ -48,9 +48,7 @@ def pair_that_read(*prompts: list[int], **options: Any) -> FakePair:
 
 def others(pair: FakePair, first: int = 0) -> None:
     """As many other requests as there are slots, so that no slot keeps what it had."""
-    for number in range(SLOTS):
-        pair.submit([20 + number, first, *range(1, 20)] * 4, max_tokens=5)
-    pair.run()
+    pair.answers(([20 + number, first, *range(1, 20)] * 4 for number in range(SLOTS)), max_tokens=5)
 
 
 def computed(engine: FakeEngine, sequence: TextSequence) -> int:
@@ -178,9 +176,8 @@ def test_a_round_that_takes_the_room_of_two_texts_stores_as_little(
 ) -> None:
     monkeypatch.setattr(prefix_cache, "_BLOCKS_A_ROUND", 20)
     pair, _ = pair_with_store(n_cells=50 * BLOCK_TOKENS, prefill_rows=200)
-    texts = [
-        [first, *(n % 19 for n in range(1, size * BLOCK_TOKENS))] for first, size in ((20, 40), (21, 24), (22, 24))
-    ]
+    sizes = {20: 40, 21: 24, 22: 24}
+    texts = [[first, *(n % 19 for n in range(1, size * BLOCK_TOKENS))] for first, size in sizes.items()]
     for text in texts:
         pair.answer(text, max_tokens=1, mode="off")
         if text is texts[0]:
@@ -203,9 +200,7 @@ def test_a_prefix_that_comes_back_makes_room_for_itself() -> None:
     """All slots but the one that it gets are full, and no cell is free."""
     pair, _ = pair_with_store(n_cells=3 * 190)
     pair.answer(CONVERSATION, max_tokens=2)
-    for number in range(3):
-        pair.submit([20 + number] * 188, max_tokens=2)
-    pair.run()
+    pair.answers(([20 + number] * 188 for number in range(3)), max_tokens=2)
     assert pair.answer(CONVERSATION, max_tokens=2).cached_tokens == 5 * BLOCK_TOKENS
     assert pair.target_cache.free_cells >= 0
 
@@ -214,8 +209,7 @@ def test_what_a_preempted_sequence_loses_comes_back_without_a_pass() -> None:
     """Two answers grow until the pool is full; the second one loses its cells to the first, and gets them back."""
     pair, _ = pair_with_store(n_cells=2200)
     prompts = [[number, *range(2, 22)] * 2 for number in (1, 5)]
-    answers = [pair.submit(prompt, mode="off", sampling=ENDLESS, max_tokens=1300) for prompt in prompts]
-    pair.run()
+    answers = pair.answers(prompts, mode="off", sampling=ENDLESS, max_tokens=1300)
     assert answers[1].preemptions == 1
     assert pair.target.loaded_tokens > 200
     computed_again = len(pair.target.decoded) - sum(len(answer.tokens) - 1 for answer in answers)

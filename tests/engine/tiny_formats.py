@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 import llama_cpp
+import pytest
+
+import tiny_models
 
 FORMATS = ("q4_0", "q8_0")
 _KINDS = {
@@ -21,3 +24,13 @@ def quantise_as(source: Path, target: Path, name: str) -> Path:
     params.pure = True
     assert llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0
     return target
+
+
+def tiny_model(directory: Path, form: str, architecture: str = "qwen2", **sizes: int) -> Path:
+    """A tiny target of other sizes in one format; beside it `single.gguf`, in single precision."""
+    single = directory / "single.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(tiny_models, name, value)
+        tiny_models.write_tiny(single, architecture, "target")
+    return quantise_as(single, directory / f"{form}.gguf", form)

@@ -46,15 +46,7 @@ class Vocabulary(FakeVocabulary):
 class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
-    def __init__(
-        self,
-        *,
-        time_slice_ms: int = 0,
-        chat_template: str | None = TEMPLATE,
-        holdback: float = 0,
-        grammars: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, chat_template: str | None = TEMPLATE, grammars: Any = None, **options: Any) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
@@ -66,36 +58,21 @@ class FrontEnd:
             target=ModelConfig(path=Path("t")),
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
-            speculation=SpeculationConfig(holdback=holdback),
-            **{"context_length": 256, **options},
+            **{"context_length": 256, "speculation": SpeculationConfig(holdback=0), **options},
         )
-        model = DraftModel(
-            KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096
-        )
+        sizes = {"window": 64, "max_rows": 32, "vocabulary": 200, "context_length": 4096}
+        model = DraftModel(KVCache(self.draft), flat(0.001), **sizes)
+        end_tokens = vocabulary.end_tokens()
+        proposers = PredictionProposer(), LookupProposer(Pools(1000)), GrammarProposer()
         controller = Controller(flat(0.01), flat(0.001))
-        pools = Pools(1000)
-        models = Models(
-            vocabulary,
-            grammars,
-            KVCache(self.target),
-            Drafters(
-                controller,
-                PredictionProposer(),
-                LookupProposer(pools),
-                GrammarProposer(),
-                model=model,
-                vocabulary=200,
-                end_tokens=vocabulary.end_tokens(),
-            ),
-            placement_on(FakeMachine()),
-            Kernels(None, (), "a fake engine computes"),
-            config,
-            "outputs repeat",
-        )
+        drafters = Drafters(controller, *proposers, model=model, vocabulary=200, end_tokens=end_tokens)
+        placement, kernels = placement_on(FakeMachine()), Kernels(None, (), "a fake engine computes")
+        parts = vocabulary, grammars, KVCache(self.target), drafters, placement, kernels
+        models = Models(*parts, config, "outputs repeat")
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
-        self.handler._loop.slice_seconds = time_slice_ms / 1000
+        self.handler._loop.slice_seconds = 0
         self.rows: dict[str, dict[str, Any]] = {}
         self.request_headers: dict[str, dict[str, str]] = {}
         self.chunks: dict[str, list[str]] = {}
@@ -107,18 +84,9 @@ class FrontEnd:
         self.waits_for_slice = True  # whether `handle_once` waits for the end of the time slice that it has started
         self._count = 0
 
-    def post(
-        self,
-        body: object,
-        route: str | None = "v1/completions",
-        *,
-        key: str = "",
-        headers: dict[str, str] | None = None,
-    ) -> str:
-        """Send a request, its body as JSON unless it is bytes, with an API key or other headers; returns its id."""
+    def post(self, body: object, route: str | None = "v1/completions", **headers: str) -> str:
+        """Send a request, its body as JSON unless it is bytes; returns its id."""
         sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
-        if headers is None:
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Without a version in the URL there is no `url_path`.
         paths = {} if route is None else {"url_path": route, "explain": "False"}
         return self.send({"body": bytes(sent)} if body is not None else {}, {"Host": "127.0.0.1"} | headers | paths)
@@ -138,11 +106,9 @@ class FrontEnd:
 
     def handle_once(self) -> None:
         """Call handle() once, and process its replies as the front end does."""
-        order = list(self.rows)
-        context = FakeContext(self, order)
-        data = list(self.rows.values())
-        answers = self.handler.handle(data, context)
-        assert len(answers) == len(data)
+        context = FakeContext(self)
+        answers = self.handler.handle(list(self.rows.values()), context)
+        assert len(answers) == len(self.rows)
         for index, request_id in context.request_ids.items():
             more = context.stopping_criteria[index](answers[index])
             if more is None:
@@ -174,19 +140,19 @@ class FrontEnd:
             self.handle_once()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
 
-    def answered(self, body: object, route: str | None = "v1/completions", **options: Any) -> str:
+    def answered(self, body: object, route: str | None = "v1/completions", **headers: str) -> str:
         """Send a request; returns its id once all requests are answered."""
-        request_id = self.post(body, route, **options)
+        request_id = self.post(body, route, **headers)
         self.run()
         return request_id
 
-    def ask(self, body: object, route: str | None = "v1/completions", **options: Any) -> Any:
+    def ask(self, body: object, route: str | None = "v1/completions", **headers: str) -> Any:
         """The JSON of the whole response to a request."""
-        return self.answer(self.answered(body, route, **options))
+        return self.answer(self.answered(body, route, **headers))
 
-    def refusal(self, body: object, route: str | None = "v1/completions", **options: Any) -> tuple[int, Any]:
+    def refusal(self, body: object, route: str | None = "v1/completions") -> tuple[int, Any]:
         """The status and the error of a request."""
-        request_id = self.answered(body, route, **options)
+        request_id = self.answered(body, route)
         return self.status[request_id], self.answer(request_id)["error"]
 
     def failed_stream(self, body: dict[str, Any], route: str) -> str:
@@ -227,6 +193,13 @@ def events_of(text: str) -> list[Any]:
     lines = [event.removeprefix("data: ") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(choice: Any) -> str:
+    """The text of a choice, whole or a chunk of it, on either route."""
+    if "text" in choice:
+        return str(choice["text"])
+    return str((choice.get("delta") or choice.get("message") or {}).get("content", ""))
 
 
 # What responses have beside the fields of OpenAI's; the last as other servers name it.
@@ -280,24 +253,23 @@ class ScriptedReader:
 class FakeContext:
     """The context that TorchServe passes to handle()."""
 
-    def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
+    def __init__(self, front_end: FrontEnd) -> None:
         self.model_name = "qwen"
         self.manifest: dict[str, Any] = {}
         self.model_yaml_config: dict[str, Any] = {}
         self.metrics: Any = None
-        self.request_ids = dict(enumerate(order))
+        self.request_ids = dict(enumerate(front_end.rows))
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
         self.headers: dict[int, dict[str, str]] = {}
-        # Names as the client has spelt them, and the parts of its body among them.
-        self._request_headers: list[dict[str, Any]] = [
-            {part: {"content-type": ""} for part in front_end.rows[request_id]} | front_end.request_headers[request_id]
-            for request_id in order
-        ]
+        self._front_end = front_end
 
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
-        return self._request_headers[idx]
+        """Names as the client has spelt them, and the parts of its body among them."""
+        request_id = self.request_ids[idx]
+        parts = {part: {"content-type": ""} for part in self._front_end.rows[request_id]}
+        return parts | self._front_end.request_headers[request_id]
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
         assert phrase.isascii()

@@ -43,6 +43,20 @@ class Vocabulary(FakeVocabulary):
         return "a fake model"
 
 
+ROUTES = ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"]
+COMPLETIONS, CHATS, RESPONSES, MESSAGES = ROUTES
+
+
+def says(content: Any, role: str = "user") -> dict[str, Any]:
+    """The field of a chat of one message."""
+    return {"messages": [{"role": role, "content": content}]}
+
+
+def body_of(route: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A request with this text to a route."""
+    return {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}}.get(route, says(text)) | fields
+
+
 class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
@@ -206,9 +220,9 @@ def text_of(choice: Any) -> str:
 OURS = {"speculation", "sources", "reasoning_content"}
 
 
-def check(kind: type[BaseModel], text: str) -> None:
+def check(kind: type[BaseModel], decoded: Any) -> None:
     """A response or event is one of OpenAI's by the models of its own client, which lets other fields pass."""
-    found = kind.model_validate_json(text)
+    found = kind.model_validate_json(json.dumps(decoded))
     unknown = [found]
     while unknown:
         inner = unknown.pop()

@@ -18,7 +18,7 @@ import pytest
 
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
-from front_end import SLOTS, FakeContext, FrontEnd
+from front_end import CHATS, MESSAGES, ROUTES, SLOTS, FakeContext, FrontEnd, body_of
 from specserve.api import parser, routes
 from specserve.api.choices import ChoicesResponse
 from specserve.api.response import GenerationResponse
@@ -37,13 +37,6 @@ def front_end() -> FrontEnd:
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 USAGE = {"include_usage": True}
-ROUTES = ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"]
-
-
-def body_of(route: str, text: str, **fields: Any) -> dict[str, Any]:
-    """A request with this text to one of the routes."""
-    messages = [{"role": "user", "content": text}]
-    return {**fields, **{ROUTES[0]: {"prompt": text}, ROUTES[2]: {"input": text}}.get(route, {"messages": messages})}
 
 
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +213,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_a_request_that_waits_hears_something_every_ten_seconds(front_end: FrontEnd, clock: Mock) -> None:
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
-    signs = [*((route, True, ": \n\n") for route in ROUTES[:3]), (ROUTES[3], True, ping)]
-    signs += [("v1/chat/completions", False, " "), ("v1/messages", False, " ")]
+    signs = [*((route, True, ": \n\n") for route in ROUTES[:3]), (MESSAGES, True, ping)]
+    signs += [(CHATS, False, " "), (MESSAGES, False, " ")]
     for _ in range(SLOTS):
         front_end.post({**BODY, "max_tokens": 240, "ignore_eos": True, "speculation": {"mode": "off"}})
     front_end.handle_once()
-    waiting = [
-        front_end.post(body_of(route, "hello", max_tokens=4, stream=stream), route) for route, stream, _ in signs
-    ]
+    waiting = [front_end.post(body_of(route, max_tokens=4, stream=stream), route) for route, stream, _ in signs]
     for _ in range(19):
         front_end.handle_once()
         clock.monotonic.return_value += 2.5
@@ -460,11 +451,11 @@ def test_a_body_that_is_not_an_object_is_refused(front_end: FrontEnd, monkeypatc
 
 
 def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) -> None:
-    chat, route = body_of("v1/chat/completions", "hello", max_tokens=12, temperature=0), "v1/chat/completions"
-    [choice] = front_end.ask(chat, route)["choices"]
+    chat = body_of(CHATS, max_tokens=12, temperature=0)
+    [choice] = front_end.ask(chat, CHATS)["choices"]
     [same] = front_end.ask({**BODY, "prompt": "user: hello\nassistant: "})["choices"]
     assert choice["message"]["content"] == same["text"]
-    _, error = FrontEnd(chat_template=None).refusal(chat, route)
+    _, error = FrontEnd(chat_template=None).refusal(chat, CHATS)
     assert "no chat template" in error["message"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events
+from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events, says
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.anthropic import MessagesRequest
 from specserve.api.parse import parse_body
@@ -267,11 +267,6 @@ def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(monkey
     with pytest.raises(RequestError, match="'computer_20250124'") as refusal:
         chat_of(tools=[READ, {"type": "computer_20250124", "name": "computer"}])
     assert refusal.value.param == "tools"
-
-
-def says(content: Any, role: str = "user") -> dict[str, Any]:
-    """The field of a conversation of one message."""
-    return {"messages": [{"role": role, "content": content}]}
 
 
 # What cannot be done, and what the error says.

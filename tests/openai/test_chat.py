@@ -43,12 +43,12 @@ def template(source: str) -> ChatTemplate:
 
 
 def rendered(source: str) -> str:
-    """Two messages rendered with a template."""
+
     return template(source).render(MESSAGES)
 
 
 def prompt_of(source: str, **fields: Any) -> str:
-    """The prompt of a chat request with a template."""
+
     return template(source).prompt(parse_body({"messages": MESSAGES, **fields}, ChatRequest))
 
 
@@ -56,9 +56,9 @@ RENDERED = {
     """{{ bos_token }}{%- for message in messages %}
     {{- '<|' + message['role'] + '|>' + message.content + eos_token }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}""": (
-        "<s><|system|>Be brief.</s><|user|>Hello <b></s><|assistant|>"
-    ),
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}""": "<s><|system|>Be brief.</s><|user|>Hello <b></s><|assistant|>",
     # Functions that templates use beyond Jinja.
     "{% for m in messages %}{{ loop.index }}{% break %}{% endfor %}": "1",
     "{{ strftime_now('%Y') | length }}": "4",
@@ -150,10 +150,8 @@ def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
 def test_the_final_message_is_continued_as_it_is() -> None:
     plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
     for content in ("Hi", "Hi, I ", "Hello <b>", "\n x\n\n", "", "<", "[end]", "assistant"):
-        begun: Any = {
-            "messages": [*MESSAGES, {"role": "assistant", "content": content}],
-            "continue_final_message": True,
-        }
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        begun: dict[str, Any] = {"messages": messages, "continue_final_message": True}
         for source in (plain, plain.replace("m.content", "m.content | trim")):
             assert prompt_of(source, **begun) == f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
         assert prompt_of(tiny_models.CHATML, **begun) == prompt_of(tiny_models.CHATML) + content

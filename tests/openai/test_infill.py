@@ -46,7 +46,6 @@ class Infilling(FakeVocabulary):
 
 
 def prompt_of(context_length: int = 4096, *, separators: bool = True, **fields: Any) -> str:
-    """The prompt as text."""
     vocabulary = Infilling(separators=separators)
     tokenizer = Tokenizer(vocabulary, CONFIG.model_copy(update={"context_length": context_length}))
     prompt = infill_prompt(parse_body({**VIM, **fields}, InfillRequest), tokenizer, vocabulary)
@@ -61,7 +60,6 @@ def front_end(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
 
 
 def filled(front_end: FrontEnd, **fields: Any) -> Any:
-    """The whole response."""
     return front_end.ask({**VIM, "response_fields": None, "ignore_eos": True, **fields}, "infill")
 
 
@@ -114,7 +112,6 @@ def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
 
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
-    """The events of a stream."""
     request = front_end.answered({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
     return [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
 
@@ -173,16 +170,8 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
 
 
 def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd) -> None:
-    fields = {
-        "input_prefix": 5,
-        "input_extra": {},
-        "prompt": [1],
-        "n_predict": "a",
-        "mirostat": 1,
-        "n_probs": 3,
-        "n": 2,
-    }
-    for name, value in fields.items():
+    invalid = {"input_prefix": 5, "input_extra": {}, "prompt": [1], "n_predict": "a", "mirostat": 1, "n_probs": 3}
+    for name, value in {**invalid, "n": 2}.items():
         status, error = front_end.refusal({**VIM, name: value}, "infill")
         assert (status, error["param"]) == (400, name)
     status, error = front_end.refusal({**VIM, "input_extra": [{"text": 5}]}, "infill")

@@ -79,7 +79,6 @@ def accumulated(events: list[Any]) -> Any:
 
 
 def chat_of(**fields: Any) -> ChatRequest:
-    """The chat that a request becomes."""
     return parse_body({**GREEDY, **fields}, MessagesRequest).chat()
 
 

@@ -7,13 +7,14 @@ import pytest
 from gguf import GGUFWriter
 
 import tiny_models
+from front_end import says
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest
 
-HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+HELLO = says("Hi")
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
-    """A completion's prompt."""
     return pair.sequence(prompt, **fields).prompt
 
 
-def chat_tokens(pair: Pair, template: ChatTemplate | None, fields: dict[str, Any]) -> list[int]:
+def chat_tokens(pair: Pair, fields: dict[str, Any], template: ChatTemplate | None = None) -> list[int]:
     """A chat's prompt, by this template or the model's."""
     template = template or pair.chat_template
     assert template is not None
@@ -41,7 +41,6 @@ def chat_tokens(pair: Pair, template: ChatTemplate | None, fields: dict[str, Any
 
 
 def named(pair: Pair, name: str) -> int:
-    """The token with this name."""
     [token] = pair.vocabulary.encode(name, special=True, begin=False)
     return token
 
@@ -69,10 +68,10 @@ def test_a_chat_has_the_bos_tokens_of_its_template_and_one_at_its_beginning(llam
     bos = llama.vocabulary.bos_token() or 0
     again = "{% for m in messages %}{{ bos_token + '[INST]' + m.content + '[/INST]' }}{% endfor %}"
     two = {"messages": HELLO["messages"] * 2}
-    tokens = chat_tokens(llama, ChatTemplate(again, bos="<s>", eos="</s>"), two)
+    tokens = chat_tokens(llama, two, ChatTemplate(again, bos="<s>", eos="</s>"))
     assert (tokens[0], tokens.count(bos)) == (bos, 2)
     for begin in ("{{ bos_token }}", "<s>", ""):
-        tokens = chat_tokens(llama, ChatTemplate(begin + tiny_models.ZEPHYR, bos="<s>", eos="</s>"), HELLO)
+        tokens = chat_tokens(llama, HELLO, ChatTemplate(begin + tiny_models.ZEPHYR, bos="<s>", eos="</s>"))
         assert (tokens[0], tokens.count(bos)) == (bos, 1)
         assert tokens == llama.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
 
@@ -131,7 +130,7 @@ def test_the_operator_says_whose_texts_may_spell_control_tokens(qwen: Pair, monk
     own, roles = [named(qwen, name) for name in ("<|im_start|>", "<|im_end|>")], ["system", "user", "assistant", "tool"]
 
     def controls(**texts: str) -> list[int]:
-        tokens = chat_tokens(qwen, None, conversation(**texts))
+        tokens = chat_tokens(qwen, conversation(**texts))
         return [token for token in tokens if not qwen.vocabulary.piece(token)]
 
     for setting, heard in (("all", roles), ("messages", roles[:3]), ("none", [])):
@@ -142,7 +141,6 @@ def test_the_operator_says_whose_texts_may_spell_control_tokens(qwen: Pair, monk
 
 
 def rendered(pair: Pair, fields: dict[str, Any]) -> str:
-    """A chat's prompt as text."""
     assert pair.chat_template is not None
     return pair.chat_template.prompt(parse_body(fields, ChatRequest))
 
@@ -157,7 +155,7 @@ def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(qw
         close = text.index(end, text.index(end, place) + 1)
         tokens = vocabulary.encode(text[:begin], special=True) + vocabulary.encode(text[begin:close], begin=False)
         tokens += vocabulary.encode(text[close:], special=True, begin=False)
-        assert chat_tokens(pair, None, said) == tokens
+        assert chat_tokens(pair, said) == tokens
         named = b"".join(map(vocabulary.name, tokens)).decode().removeprefix("<s>")
         assert named.replace(" ", "") == text.replace(" ", "")
 
@@ -166,4 +164,4 @@ def test_a_text_without_a_control_token_is_tokenized_as_ever(qwen: Pair) -> None
     for text in ("Found.", "<|im_", "<|im_end |>", "im_end|>", "\U000f0000", "<tool_call>"):
         said = {**conversation(tool=text), "tools": None}
         del said["messages"][2]["tool_calls"]
-        assert chat_tokens(qwen, None, said) == qwen.vocabulary.encode(rendered(qwen, said), special=True)
+        assert chat_tokens(qwen, said) == qwen.vocabulary.encode(rendered(qwen, said), special=True)

@@ -31,7 +31,6 @@ CONFIG = HandlerConfig(
 def generations_of(
     request: CompletionRequest | ChatRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
 ) -> list[list[TextSequence]]:
-    """The sequences of a request with these prompts."""
     grammars: Any = AlternatingGrammars(VOCABULARY.size)
     _, groups = resolve(request, prompts, VOCABULARY, grammars, config)
     return groups
@@ -44,7 +43,6 @@ def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[TextSeq
 
 
 def refusal(body: object) -> RequestError:
-    """The error with which a body is refused."""
     with pytest.raises(RequestError) as caught:
         groups_of(body)
     return caught.value

@@ -57,13 +57,11 @@ def timeless(response: Any) -> Any:
 
 
 def chat_of(**fields: Any) -> ChatRequest:
-    """The chat that a request becomes."""
     request = parse_body({"input": "hello", **fields}, ResponsesRequest)
     return request.chat(request.messages())
 
 
 def names_of(chat: ChatRequest) -> list[str]:
-    """The names of its tools."""
     return [tool.function.name for tool in chat.tools or []]
 
 

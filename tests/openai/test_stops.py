@@ -1,5 +1,6 @@
 """What ends an answer: stop strings, stop tokens, and a time limit."""
 
+from time import monotonic
 from typing import Any
 
 from constraints import BYTES, Pieces
@@ -17,14 +18,11 @@ def spelled(text: str) -> list[int]:
 
 
 def written(
-    stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
+    stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, clock: Any = monotonic, **more: Any
 ) -> tuple[TextSequence, list[str]]:
     """A sequence that has been given these tokens, some in each round, and the texts it released."""
-    clock = {"clock": more.pop("clock")} if "clock" in more else {}
-    sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
-    sequence = TextSequence(
-        [0], sampling, SpeculationParams(), VOCABULARY, text, max_tokens=len(tokens), top_logprobs=0, **clock
-    )
+    params = SamplingParams(min_tokens=min_tokens), SpeculationParams(), VOCABULARY, TextParams(stops, **more)
+    sequence = TextSequence([0], *params, max_tokens=len(tokens), top_logprobs=0, clock=clock)
     texts = []
     for begin in range(0, len(tokens), rounds):
         if sequence.done:
@@ -112,12 +110,8 @@ def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:
 
 def test_after_its_time_an_answer_ends_with_its_line() -> None:
     """The time begins with the first token, and is read at each line break."""
-    for output, text in (
-        ("a\nbcd\ne\nf", "a\nbcd\n"),
-        ("a\n<|a|>\nf", "a\n\n"),
-        ("abcdefgh", "abcdefgh"),
-        ("a\nb", "a\nb"),
-    ):
+    ended = {"a\nbcd\ne\nf": "a\nbcd\n", "a\n<|a|>\nf": "a\n\n", "abcdefgh": "abcdefgh", "a\nb": "a\nb"}
+    for output, text in ended.items():
         times = iter([10.0, 12.9, 13.1])
         sequence, texts = written([], spelled(output), max_seconds=3.0, clock=lambda times=times: next(times))
         assert ("".join(texts), sequence.finish_reason) == (text, "length")

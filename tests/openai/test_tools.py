@@ -28,13 +28,10 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
 KNOWN = "{# <tool_call> #}"
 TEMPLATE = KNOWN + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 HELLO = {"role": "user", "content": "hello"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "day": {"type": "integer", "minimum": 0, "maximum": 7}},
-    "required": ["unit"],
-    "additionalProperties": False,
-}
-SCHEMAS: dict[str, Any] = {"weather": SCHEMA, "time": {"type": "object", "additionalProperties": False}}
+UNIT, DAY = {"enum": ["celsius", "fahrenheit"]}, {"type": "integer", "minimum": 0, "maximum": 7}
+CLOSED = {"type": "object", "additionalProperties": False}
+SCHEMA = {**CLOSED, "properties": {"unit": UNIT, "day": DAY}, "required": ["unit"]}
+SCHEMAS: dict[str, Any] = {"weather": SCHEMA, "time": CLOSED}
 TOOLS: Any = [function(name, parameters=schema) for name, schema in SCHEMAS.items()]
 WEATHER = function("weather")
 BODY: dict[str, Any] = {"messages": [HELLO], "tools": TOOLS, "tool_choice": "required", "seed": 3, "max_tokens": 200}
@@ -48,14 +45,12 @@ def front_end() -> FrontEnd:
 
 
 def answer(**fields: Any) -> Any:
-    """The whole response to a request."""
     found = front_end().ask({**BODY, **fields}, CHATS)
     check(ChatCompletion, found)
     return found
 
 
 def events(**fields: Any) -> list[Any]:
-    """The events of a stream."""
     server = front_end()
     found = server.events(server.answered({**BODY, **fields, "stream": True}, CHATS))
     for event in found:
@@ -64,12 +59,8 @@ def events(**fields: Any) -> list[Any]:
 
 
 # A set, which no grammar holds; with each protocol's names around it.
-SET = {
-    "type": "object",
-    "properties": {"ids": {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2, "maxItems": 2}},
-    "required": ["ids"],
-    "additionalProperties": False,
-}
+IDS = {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+SET = {**CLOSED, "properties": {"ids": IDS}, "required": ["ids"]}
 TAKE: dict[str, Any] = {"name": "take", "parameters": SET}
 HOSTED = {"type": "web_search"}
 OF_PROTOCOLS: dict[str, Any] = {
@@ -204,7 +195,6 @@ def test_allowed_tools_are_those_that_may_be_called() -> None:
 
 
 def prompt_of(source: str, **fields: Any) -> str:
-    """The prompt of a chat with tools."""
     return ChatTemplate(source, bos="", eos="").prompt(parse_body({**BODY, **fields}, ChatRequest))
 
 

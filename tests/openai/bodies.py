@@ -38,11 +38,8 @@ def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 vast_schemas = one(
-    {"$ref": "#"},
-    {"$ref": "http://127.0.0.1:9/schema"},
-    {"$ref": "file:///etc/passwd"},
-    {"type": "string", "pattern": "(.*a){30}b"},
-    {"type": "string", "pattern": "((a{0,99}){0,99}){0,99}"},
+    *({"$ref": reference} for reference in ("#", "http://127.0.0.1:9/schema", "file:///etc/passwd")),
+    *({"type": "string", "pattern": pattern} for pattern in ("(.*a){30}b", "((a{0,99}){0,99}){0,99}")),
     {"type": "array", "minItems": 10**9},
     {"enum": [str(n) for n in range(5000)]},
 )
@@ -66,9 +63,8 @@ grammars = texts | one(
     *('root ::= "a" | "b"', "root ::= [0-9]+ root | [a-z]", "root ::= root root | root", 'root ::= "a"{0,1000000}'),
     *('root ::= (("a"*)*)*', "root ::= missing", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, 'root ::= "\\xff"'),
 )
-json_schema = obj(name=texts, schema=schemas)
 formats = obj(type=one("text", "json_object", "json_schema", "xml"))
-formats |= obj(type=one("json_schema"), json_schema=json_schema)
+formats |= obj(type=one("json_schema"), json_schema=obj(name=texts, schema=schemas))
 tool_names = one("a", "b", "c") | texts
 tool = obj(type=one("function"), function=obj(name=tool_names, parameters=schemas, strict=st.booleans()))
 named_tool = obj(type=one("function"), function=obj(name=tool_names))
@@ -111,12 +107,8 @@ COMMON = {
     "user": texts,
     "metadata": st.dictionaries(texts, texts, max_size=3),
 }
-COMPLETION = {
-    "prompt": texts | tokens | st.lists(texts, max_size=4) | st.lists(tokens, max_size=4),
-    "echo": bools,
-    "suffix": texts,
-    "logprobs": counts,
-}
+prompts = texts | tokens | st.lists(texts, max_size=4) | st.lists(tokens, max_size=4)
+COMPLETION = {"prompt": prompts, "echo": bools, "suffix": texts, "logprobs": counts}
 said = obj(role=one("system", "user", "assistant", "tool", "robot"), content=contents)
 called = obj(role=one("assistant"), tool_calls=st.lists(tool_call, max_size=2))
 CHAT = {

@@ -34,15 +34,6 @@ ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
-class Vocabulary(FakeVocabulary):
-    """A target's vocabulary, with the model's description for v1/speculation."""
-
-    weights = 1000, 4000
-
-    def description(self) -> str:
-        return "a fake model"
-
-
 ROUTES = ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"]
 COMPLETIONS, CHATS, RESPONSES, MESSAGES = ROUTES
 
@@ -64,8 +55,9 @@ class FrontEnd:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
-        vocabulary: Any = Vocabulary(200)
-        vocabulary.template = chat_template
+        vocabulary: Any = FakeVocabulary(200)
+        vocabulary.template, vocabulary.weights = chat_template, (1000, 4000)
+        vocabulary.description = mock.Mock(return_value="a fake model")
         grammars = grammars or AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
@@ -112,6 +104,12 @@ class FrontEnd:
         self.rows[request_id] = parts
         self.request_headers[request_id] = headers
         self.chunks[request_id] = []
+        return request_id
+
+    def begin(self, body: object, route: str | None = "v1/completions") -> str:
+        """Send a request and call handle() once; returns its id."""
+        request_id = self.post(body, route)
+        self.handle_once()
         return request_id
 
     def disconnect(self, request_id: str) -> None:
@@ -180,9 +178,7 @@ class FrontEnd:
 
     def speculation_status(self) -> Any:
         """The current response of v1/speculation."""
-        request_id = self.post(None, "v1/speculation")
-        self.handle_once()
-        return self.answer(request_id)
+        return self.answer(self.begin(None, "v1/speculation"))
 
     def sequences(self) -> tuple[int, int]:
         """The numbers of live and of waiting sequences."""

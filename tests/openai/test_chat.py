@@ -30,12 +30,6 @@ SMOLLM3 = """\
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
-BROKEN = {
-    "{% for %}": "does not compile",
-    "{{ messages[0].content | base64 }}": "No filter named 'base64'",
-    "{{ messages[0].content.nothing.at_all }}": "it fails",
-    "vicuna": "it leaves out the text of a message",
-}
 
 
 def template(source: str) -> ChatTemplate:
@@ -106,7 +100,12 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 
 def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400() -> None:
-    for source, reason in BROKEN.items():
+    for source, reason in {
+        "{% for %}": "does not compile",
+        "{{ messages[0].content | base64 }}": "No filter named 'base64'",
+        "{{ messages[0].content.nothing.at_all }}": "it fails",
+        "vicuna": "it leaves out the text of a message",
+    }.items():
         problem = template(source).problem or ""
         assert reason in problem
         assert "\n" not in problem
@@ -143,8 +142,7 @@ def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
     source = "{{ messages[0].content }}{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
     for effort, thinks in (("none", "False"), ("low", "True"), ("high", "True")):
         assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
-        kwargs = {"enable_thinking": "maybe"}
-        assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
+        assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": "maybe"})
 
 
 def test_the_final_message_is_continued_as_it_is() -> None:
@@ -164,12 +162,11 @@ CALLED: list[dict[str, Any]] = [
     *({"role": "tool", "tool_call_id": call["id"], "content": f"answer {call['id']}"} for call in CALLS),
     {"role": "user", "content": "Well?"},
 ]
-TOOL = {"type": "function", "function": {"name": "a"}}
 
 
 def called(source: str) -> str:
     """The prompt of a chat in which two tools were called at once."""
-    return prompt_of(source, messages=CALLED, tools=[TOOL])
+    return prompt_of(source, messages=CALLED, tools=[{"type": "function", "function": {"name": "a"}}])
 
 
 def test_calls_have_short_ids_where_a_template_demands_them() -> None:
@@ -227,8 +224,6 @@ def test_a_model_with_an_unusable_template_loads_and_the_log_says_so_once(
     with caplog.at_level(logging.INFO):
         pair = Pair(TinyFiles(tmp_path).config("qwen2"))
     [line] = [record.message for record in caplog.records if "chat" in record.message]
-    assert line == (
-        "specserve: v1/chat/completions is off, since the model's chat template cannot be used "
-        "(it does not compile: No filter named 'base64'); v1/completions goes on."
-    )
+    off = "specserve: v1/chat/completions is off, since the model's chat template cannot be used "
+    assert line == f"{off}(it does not compile: No filter named 'base64'); v1/completions goes on."
     assert pair.complete("The quick", max_tokens=4, temperature=0).finish_reason == "length"

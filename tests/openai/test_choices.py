@@ -90,8 +90,7 @@ def test_prediction_tokens_are_counted_on_both_routes(front_end: FrontEnd) -> No
 
 def test_a_failed_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -> None:
     whole = front_end.post({**BODY, "n": SLOTS - 1})
-    stream = front_end.post({**BODY, "n": 2, "stream": True})
-    front_end.handle_once()
+    stream = front_end.begin({**BODY, "n": 2, "stream": True})
     front_end.target.fail_after = 0
     front_end.run()
     assert (front_end.status[whole], front_end.status[stream]) == (500, 500)

@@ -92,20 +92,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 
 
-SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"structured_outputs": {"json": '{"type": "string"}'}}, {"json_schema": {"type": "string"}}),
-    ({"json_schema": SCHEMA}, {"response_format": AS_SCHEMA}),
-    ({"structured_outputs": {"json": SCHEMA}}, {"response_format": AS_SCHEMA}),
-    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
-    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
-    ({"response_format": {**AS_SCHEMA, "schema": {}}}, {"response_format": AS_SCHEMA}),
-    ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
-    ({"structured_outputs": {"grammar": 'root ::= "a"', "regex": None}}, {"grammar": 'root ::= "a"'}),
-    ({"structured_outputs": {"choice": ["yes", 'n"\\\n']}}, {"grammar": r'root ::= "yes" | "n\x22\x5c\x0a"'}),
-    ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, {}),
-]
-
-
 def asked(fields: dict[str, Any]) -> list[Any]:
     """What the compiler of grammars is asked for."""
     compiler: Any = mock.Mock()
@@ -114,7 +100,18 @@ def asked(fields: dict[str, Any]) -> list[Any]:
 
 
 def test_each_name_of_a_structure_means_the_same() -> None:
-    for fields, same in SAME:
+    for fields, same in (
+        ({"structured_outputs": {"json": '{"type": "string"}'}}, {"json_schema": {"type": "string"}}),
+        ({"json_schema": SCHEMA}, {"response_format": AS_SCHEMA}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": AS_SCHEMA}),
+        ({"response_format": {**AS_SCHEMA, "schema": {}}}, {"response_format": AS_SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        ({"structured_outputs": {"grammar": 'root ::= "a"', "regex": None}}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": {"choice": ["yes", 'n"\\\n']}}, {"grammar": r'root ::= "yes" | "n\x22\x5c\x0a"'}),
+        ({"structured_outputs": {"json_object": False}, "response_format": {"type": "text"}}, {}),
+    ):
         assert asked(fields) == asked(same), fields
         assert bool(asked(fields)) == bool(same)
         assert ignored_of({**COMPLETION, **fields}) == []

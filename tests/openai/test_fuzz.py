@@ -109,8 +109,7 @@ BY_ROUTE |= {"v1/messages/count_tokens": messages, "infill": infills}
 @given(others=st.lists(st.one_of(*(st.tuples(bodies, st.just(route)) for route, bodies in BY_ROUTE.items()))))
 def test_a_valid_request_is_not_affected_by_others(others: list[tuple[dict[str, Any], str]], expected: str) -> None:
     front_end = FrontEnd()
-    valid = front_end.post(VALID)
-    front_end.handle_once()
+    valid = front_end.begin(VALID)
     posted = [front_end.post(body, route) for body, route in others]
     front_end.run()
     assert front_end.answer(valid)["choices"][0]["text"] == expected

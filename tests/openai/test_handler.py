@@ -42,18 +42,16 @@ USAGE = {"include_usage": True}
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt blocks the tokenizer until the test sets an event; a second request waits."""
     monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
-    stream = front_end.post({**BODY, "stream": True, "max_tokens": 40})
-    front_end.handle_once()
+    stream = front_end.begin({**BODY, "stream": True, "max_tokens": 40})
     assert '"text": "' in front_end.chunks[stream][0], "the first chunk has text"
-    release, tokenized = threading.Event(), []
-    encode = FakeVocabulary.encode
+    release, tokenized, encode = threading.Event(), [], FakeVocabulary(200).encode
 
-    def slow(vocabulary: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
+    def slow(text: str, **options: bool) -> list[int]:
         tokenized.append(text)
         assert text != "slow" or release.wait(10)
-        return encode(vocabulary, text, special=special, begin=begin)
+        return encode(text, **options)
 
-    monkeypatch.setattr(FakeVocabulary, "encode", slow)
+    monkeypatch.setattr(FakeVocabulary, "encode", staticmethod(slow))
     others = [front_end.post({**BODY, "prompt": text}) for text in ("slow", "quick")]
     models = front_end.post({}, "v1/models")
     lengths = []
@@ -80,8 +78,7 @@ def test_of_a_finished_sequence_only_tokens_are_kept(front_end: FrontEnd, monkey
     monkeypatch.setattr(Scheduler, "submit", remembered)
     body: dict[str, Any] = {**BODY, "prompt": "the prompt of this test", "grammar": "root", "logprobs": 5}
     front_end.post({**body, "prediction": {"type": "content", "content": "what may be"}, "echo": True})
-    cancelled = front_end.post({**body, "stream": True, "max_tokens": 100})
-    front_end.handle_once()
+    cancelled = front_end.begin({**body, "stream": True, "max_tokens": 100})
     assert len(submitted) == 2
     front_end.disconnect(cancelled)
     front_end.run()
@@ -138,13 +135,11 @@ def test_models_are_listed_and_retrieved_and_an_unknown_model_or_route_is_a_404(
 def test_a_prompt_that_is_too_long_is_refused_in_openais_words(front_end: FrontEnd) -> None:
     """Agents shorten the conversation when they read them, and send it again otherwise."""
     # LiteLLM looks for the first words, opencode for the number too, Cline for two of them, Continue for the last ones.
-    begin = (
-        r"This model's maximum context length is 256 tokens\. However, your (\w+) resulted in (at least )?\d+ tokens"
-    )
+    begin = r"This model's maximum context length is 256 tokens\. However, your (\w+) resulted in (at least )?\d+ "
     for text, route in product(("x" * 400, "x" * 1_000_000), ROUTES[:3]):
         status, error = front_end.refusal(body_of(route, text), route)
         assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
-        assert re.fullmatch(begin + r"\. Please reduce the length of the \1\.", error["message"])
+        assert re.fullmatch(begin + r"tokens\. Please reduce the length of the \1\.", error["message"])
 
 
 def test_rounds_run_between_calls_and_other_work_not(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,14 +170,12 @@ def test_rounds_run_between_calls_and_other_work_not(front_end: FrontEnd, monkey
     for owner, names in {**work, Metrics: ["emit"], Routes: ["_speculation"]}.items():
         for name in names:
             between_rounds(owner, name)
-    front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
-    front_end.handle_once()
+    front_end.begin({**BODY, "max_tokens": 100, "ignore_eos": True})
     assert len(rounds) == 2, "one in the call, and one that it has started"
     front_end.waits_for_slice = False
     for _ in range(3):
         cancelled = front_end.post({**BODY, "max_tokens": 100, "stream": True})
-        front_end.post(None, "v1/speculation")
-        front_end.handle_once()
+        front_end.begin(None, "v1/speculation")
         front_end.handle_once()
         front_end.disconnect(cancelled)
     front_end.run()
@@ -212,9 +205,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def test_a_request_that_waits_hears_something_every_ten_seconds(front_end: FrontEnd, clock: Mock) -> None:
-    ping = 'event: ping\ndata: {"type": "ping"}\n\n'
-    signs = [*((route, True, ": \n\n") for route in ROUTES[:3]), (MESSAGES, True, ping)]
-    signs += [(CHATS, False, " "), (MESSAGES, False, " ")]
+    others = [(MESSAGES, True, 'event: ping\ndata: {"type": "ping"}\n\n'), (CHATS, False, " "), (MESSAGES, False, " ")]
+    signs = [*((route, True, ": \n\n") for route in ROUTES[:3]), *others]
     for _ in range(SLOTS):
         front_end.post({**BODY, "max_tokens": 240, "ignore_eos": True, "speculation": {"mode": "off"}})
     front_end.handle_once()
@@ -244,15 +236,13 @@ def test_a_stream_whose_text_comes_in_time_has_no_signs_of_life(front_end: Front
 def test_a_disconnect_from_a_whole_response_is_noticed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the status deadline empty chunks let TorchServe notice it, and it stops sending the request body."""
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
-    whole = front_end.post({**BODY, "max_tokens": 50})
-    front_end.handle_once()
+    whole = front_end.begin({**BODY, "max_tokens": 50})
     assert front_end.chunks[whole] == [" "]
     assert front_end.rows[whole] == {}
     front_end.run()
     assert (front_end.status[whole], front_end.content_type[whole]) == (200, "application/json")
     assert front_end.answer(whole)["usage"]["completion_tokens"] <= 50
-    cancelled = front_end.post({**BODY, "n": 12, "max_tokens": 200, "ignore_eos": True})
-    front_end.handle_once()
+    cancelled = front_end.begin({**BODY, "n": 12, "max_tokens": 200, "ignore_eos": True})
     front_end.disconnect(cancelled)
     # It is noticed with the next chunk.
     front_end.handle_once()
@@ -275,8 +265,7 @@ def test_torchserve_passes_json_bodies_on_unparsed(front_end: FrontEnd, monkeypa
 
 def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
-    short = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 1_000})
-    front_end.handle_once()
+    short = front_end.begin({**BODY, "max_tokens": 50, "user": "x" * 1_000})
     assert (front_end.chunks[long], front_end.chunks[short]) == ([" "], [])
     assert (front_end.rows[long], len(front_end.rows[short])) == ({}, 1)
     front_end.run()
@@ -286,17 +275,13 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
 
 def test_streams_wait_once_for_a_long_parse(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes behind it."""
-    waits: list[float] = []
-    front_end.post({**BODY, "stream": True, "max_tokens": 40})
-    front_end.handle_once()
-    release = threading.Event()
-    encode = FakeVocabulary.encode
+    front_end.begin({**BODY, "stream": True, "max_tokens": 40})
+    release, wait, encode = threading.Event(), Mock(), FakeVocabulary.encode
     monkeypatch.setattr(FakeVocabulary, "encode", lambda *a, **options: release.wait(10) and encode(*a, **options))
-    monkeypatch.setattr(parser, "wait", lambda _futures, seconds: waits.append(seconds))
+    monkeypatch.setattr(parser, "wait", wait)
     for _ in range(3):
-        front_end.post(BODY)
-        front_end.handle_once()
-    assert waits == [parser._PARSE_SECONDS, 0.0, 0.0]
+        front_end.begin(BODY)
+    assert [call.args[1] for call in wait.mock_calls] == [parser._PARSE_SECONDS, 0.0, 0.0]
     release.set()
     monkeypatch.undo()
     front_end.run()
@@ -316,13 +301,11 @@ def test_a_request_that_forbids_every_token_is_told_so_and_no_other_suffers(fron
 def test_a_failure_after_the_status_is_an_error_object(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchserve, "_STATUS_SECONDS", 0.0)
     monkeypatch.setattr(AlternatingGrammars, "gbnf", lambda _grammars, text: Alternating(200, fails_at=len(text)))
-    costly = front_end.post({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
-    front_end.handle_once()
+    costly = front_end.begin({**BODY, "max_tokens": 60, "grammar": "r" * 40, "speculation": {"mode": "off"}})
     assert front_end.chunks[costly] == [" "]
     front_end.run()
     assert (front_end.status[costly], front_end.answer(costly)["error"]["code"]) == (200, "grammar_too_costly")
-    failed = front_end.post({**BODY, "max_tokens": 50})
-    front_end.handle_once()
+    failed = front_end.begin({**BODY, "max_tokens": 50})
     front_end.target.fail_after = 0
     front_end.run()
     assert (front_end.status[failed], front_end.answer(failed)["error"]["type"]) == (200, "server_error")
@@ -332,22 +315,17 @@ class Panic(BaseException):
     """As the panics of llguidance, which is written in Rust."""
 
 
-FAILURES: list[tuple[Any, str]] = [
-    (routes, "parse_body"),
-    (Scheduler, "submit"),
-    (Scheduler, "cancel"),
-    (ChoicesResponse, "_news"),
-    (GenerationResponse, "_totals"),
-    (FakeContext, "get_all_request_header"),
-    (FakeContext, "set_response_content_type"),
-]
+FAILURES: dict[Any, list[str]] = {routes: ["parse_body"], Scheduler: ["submit", "cancel"], ChoicesResponse: ["_news"]}
+FAILURES |= {GenerationResponse: ["_totals"], FakeContext: ["get_all_request_header", "set_response_content_type"]}
 
 
-@pytest.mark.parametrize(("owner", "name"), FAILURES)
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in FAILURES.items() for name in names])
 def test_what_a_request_raises_fails_it_alone(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     original = getattr(owner, name)
-    failures: list[tuple[BaseException, bool]] = [(KeyError("gone"), False), (Panic("index out of bounds"), True)]
-    for error, stream_first in failures:
+    body = {**BODY, "max_tokens": 20}
+    streamed = {**body, "stream": True, "stream_options": USAGE}
+    bodies: dict[BaseException, Any] = {KeyError("gone"): (body, streamed), Panic("out of bounds"): (streamed, body)}
+    for error, sent in bodies.items():
         front_end, errors = FrontEnd(), [error]
 
         def failing(*arguments: Any, errors: list[BaseException] = errors, **options: Any) -> Any:
@@ -356,12 +334,9 @@ def test_what_a_request_raises_fails_it_alone(monkeypatch: pytest.MonkeyPatch, o
             return original(*arguments, **options)
 
         monkeypatch.setattr(owner, name, failing)
-        body = {**BODY, "max_tokens": 20}
-        streamed = {**body, "stream": True, "stream_options": USAGE}
-        requests = [front_end.post(streamed if stream else body) for stream in (stream_first, not stream_first)]
+        requests = [*map(front_end.post, sent)]
         front_end.run()
-        requests.append(front_end.post(body))
-        front_end.run()
+        requests.append(front_end.answered(body))
         [failed] = [request_id for request_id in requests if '"server_error"' in front_end.text(request_id)]
         if front_end.status[failed] == 200:
             assert front_end.events(failed)[-1]["error"]["message"].endswith("its log says why.")
@@ -389,12 +364,11 @@ def test_a_failure_to_tell_a_failure_ends_a_stream(front_end: FrontEnd, monkeypa
 
 def test_what_a_round_raises_fails_its_sequences(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """`truncate` is called before a sequence's first round, `forward` in every round. The next request is served."""
-    rounds: list[tuple[Any, str, int, BaseException]] = [
+    for owner, name, calls_before, error in (
         (front_end.target, "truncate", 0, KeyError("gone")),
         (front_end.target, "forward", 1, KeyError("gone")),
         (Scheduler, "run_round", 1, Panic("index out of bounds")),
-    ]
-    for owner, name, calls_before, error in rounds:
+    ):
         failed = front_end.post({**BODY, "max_tokens": 100, "ignore_eos": True})
         for _ in range(calls_before):
             front_end.handle_once()
@@ -415,12 +389,12 @@ def test_metrics_that_cannot_be_sent_are_logged_once_and_fail_nobody(
 
 
 def test_parts_of_a_form_are_no_headers(front_end: FrontEnd) -> None:
-    for name in ("authorization", "Authorization", "x-api-key", "url_path", "explain", "host", ""):
-        for paths in ({}, {"url_path": "v1/chat/completions", "explain": "False"}):
-            form = front_end.send({name: b"x"}, {"Host": "127.0.0.1"} | paths)
-            front_end.run()
-            assert front_end.status[form] == 400
-            assert "application/json" in front_end.answer(form)["error"]["message"]
+    names = ("authorization", "Authorization", "x-api-key", "url_path", "explain", "host", "")
+    for name, paths in product(names, ({}, {"url_path": CHATS, "explain": "False"})):
+        form = front_end.send({name: b"x"}, {"Host": "127.0.0.1"} | paths)
+        front_end.run()
+        assert front_end.status[form] == 400
+        assert "application/json" in front_end.answer(form)["error"]["message"]
 
 
 def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -> None:
@@ -473,30 +447,28 @@ def test_the_holdback_speedup_is_reset_when_the_draft_model_fails() -> None:
 
 KEY = {"Authorization": "Bearer a"}
 OTHER = {"Authorization": "Bearer b"}
-# The headers and options of two requests, and whether lookups of the second find what the first wrote. Two different
-# keys in one request are a key of their own, so nobody becomes another by a second header.
-LOOKUPS: list[tuple[dict[str, str], dict[str, str], dict[str, str], dict[str, str], bool]] = [
-    (KEY, {}, KEY, {}, True),
-    (KEY, {}, OTHER, {}, False),
-    ({}, {}, {}, {}, True),
-    ({}, {}, KEY, {}, False),
-    (KEY, {}, {}, {}, False),
-    (KEY, {"pool": "a"}, KEY, {"pool": "a"}, True),
-    (KEY, {"pool": "a"}, KEY, {"pool": "b"}, False),
-    (KEY, {"pool": "a"}, OTHER, {"pool": "a"}, False),
-    (KEY, {"pool": ""}, KEY, {"pool": ""}, False),
-    (KEY, {}, {"authorization": "Bearer a"}, {}, True),
-    (KEY, {}, {"AUTHORIZATION": "Bearer a"}, {}, True),
-    (KEY, {}, {"x-api-key": "Bearer a"}, {}, True),
-    (KEY, {}, {"X-API-Key": "b"}, {}, False),
-    (KEY, {}, {**KEY, "X-Api-Key": "b"}, {}, True),
-    (KEY, {}, {**KEY, "authorization": "Bearer b"}, {}, False),
-    (KEY, {}, {**OTHER, "authorization": "Bearer a"}, {}, False),
-]
 
 
 def test_lookups_find_what_answers_to_the_same_key_and_pool_wrote() -> None:
-    for first, pool, second, other_pool, finds in LOOKUPS:
+    """Two different keys in one request are a key of their own, so nobody becomes another by a second header."""
+    for first, pool, second, other_pool, finds in (
+        (KEY, {}, KEY, {}, True),
+        (KEY, {}, OTHER, {}, False),
+        ({}, {}, {}, {}, True),
+        ({}, {}, KEY, {}, False),
+        (KEY, {}, {}, {}, False),
+        (KEY, {"pool": "a"}, KEY, {"pool": "a"}, True),
+        (KEY, {"pool": "a"}, KEY, {"pool": "b"}, False),
+        (KEY, {"pool": "a"}, OTHER, {"pool": "a"}, False),
+        (KEY, {"pool": ""}, KEY, {"pool": ""}, False),
+        (KEY, {}, {"authorization": "Bearer a"}, {}, True),
+        (KEY, {}, {"AUTHORIZATION": "Bearer a"}, {}, True),
+        (KEY, {}, {"x-api-key": "Bearer a"}, {}, True),
+        (KEY, {}, {"X-API-Key": "b"}, {}, False),
+        (KEY, {}, {**KEY, "X-Api-Key": "b"}, {}, True),
+        (KEY, {}, {**KEY, "authorization": "Bearer b"}, {}, False),
+        (KEY, {}, {**OTHER, "authorization": "Bearer a"}, {}, False),
+    ):
         front_end, accepted = FrontEnd(), list[int]()
         for headers, options in ((first, pool), (second, other_pool)):
             speculation = {"mode": "fixed", "gamma": 8, "drafter": "lookup", **options}

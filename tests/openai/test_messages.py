@@ -1,7 +1,4 @@
-"""v1/messages and v1/messages/count_tokens: requests become chats, and answers Anthropic's messages and events.
-
-tests/clients/ reads them with Anthropic's client.
-"""
+"""v1/messages: requests become chats, and answers Anthropic's messages and events (tests/clients/ has its client)."""
 
 import json
 from typing import Any
@@ -223,10 +220,9 @@ def test_fields_become_those_of_a_chat() -> None:
         thinking={"type": "enabled", "budget_tokens": 1024},
         metadata={"user_id": None, "prompt_family": "code"},
     )
-    assert [tool.model_dump(exclude_none=True)["function"] for tool in chat.tools or []] == [
-        {"name": "read", "description": "Reads.", "parameters": {"type": "object"}},
-        {"name": "list", "parameters": {"type": "object"}},
-    ]
+    read, listing = (tool.model_dump(exclude_none=True)["function"] for tool in chat.tools or [])
+    assert read == {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
+    assert listing == {"name": "list", "parameters": {"type": "object"}}
     assert chat.model_dump(exclude_none=True)["tool_choice"] == {"type": "function", "function": {"name": "read"}}
     assert (chat.parallel_tool_calls, chat.stop, chat.top_k, chat.max_tokens) == (False, ["a", "b"], 3, 30)
     assert chat.answer_schema == schema
@@ -268,28 +264,25 @@ def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(monkey
     assert refusal.value.param == "tools"
 
 
-# What cannot be done, and what the error says.
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"messages": []}, "messages"),
-    (says([{"type": "image", "source": {}}]), "'messages[0].content[0]': must be a part of type 'text' or "),
-    (says([{"type": "document"}]), "messages"),
-    (says("\ud800"), "messages"),
-    (says("x" * 2000), "prompt is too long: 2018 tokens > 1024 maximum"),
-    (says("x", role="robot"), "messages"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
-    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-    ({"tools": [{"name": "", "input_schema": {}}]}, "tools"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-    ({"model": "claude-opus-9"}, "this server has tiny"),
-    ({"thread": {"type": "new"}}, "keeps no threads"),
-]
-
-
 def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: FrontEnd) -> None:
-    for fields, words in REFUSED:
+    # What cannot be done, and what the error says.
+    for fields, words in (
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        (says([{"type": "image", "source": {}}]), "'messages[0].content[0]': must be a part of type 'text' or "),
+        (says([{"type": "document"}]), "messages"),
+        (says("\ud800"), "messages"),
+        (says("x" * 2000), "prompt is too long: 2018 tokens > 1024 maximum"),
+        (says("x", role="robot"), "messages"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"model": "claude-opus-9"}, "this server has tiny"),
+        ({"thread": {"type": "new"}}, "keeps no threads"),
+    ):
         for stream in (False, True):
             status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
             kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
@@ -309,8 +302,7 @@ def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
     """Agents' prompts are long, and their clients wait some minutes for a first event."""
     firsts = {"message_start", "response.created", "response.in_progress"}
     for route, body in {ROUTE: says("abcd" * 30), "v1/responses": {"input": "dcba" * 30}}.items():
-        front_end.post({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
-        front_end.handle_once()
+        front_end.begin({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
         request = front_end.post({**body, "max_tokens": 5, "ignore_eos": True, "stream": True}, route)
         while not front_end.text(request):
             front_end.handle_once()

@@ -11,12 +11,12 @@ from specserve.api.openapi import openapi
 
 PREDICTION = {"type": "content", "content": "hey"}
 SOURCES = {"n": 2, "speculation": {"sources": True}}
-FIELDS: list[dict[str, Any]] = [{}, SOURCES, {"stop": "e", "prediction": PREDICTION}, {"logit_bias": {"199": 100}}]
 
 
 def test_responses_and_events_are_openais_objects() -> None:
     front_end = FrontEnd()
-    for fields in FIELDS:
+    fields: dict[str, Any]
+    for fields in ({}, SOURCES, {"stop": "e", "prediction": PREDICTION}, {"logit_bias": {"199": 100}}):
         for scored in (False, True):
             completion = body_of(COMPLETIONS, max_tokens=8, logprobs=2 if scored else None, **fields)
             chat = body_of(CHATS, max_tokens=8, logprobs=scored, top_logprobs=2 if scored else None, **fields)

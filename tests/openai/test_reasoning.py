@@ -46,26 +46,23 @@ def read(pieces: list[str], *, begun: bool) -> tuple[str, str, int]:
     return said[Reasoning], said[Text], reader.reasoned
 
 
-SPLIT: list[Any] = [
-    ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
-    ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
-    ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
-    ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
-    ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
-    (" Yes.", False, "", " Yes."),
-    ("<thin", False, "", "<thin"),
-    ("<thinking", False, "", "<thinking"),
-    ("<think>a < b </thin", False, "a < b </thin", ""),
-    ("<think>a </think", False, "a </think", ""),
-    ("<think>a</think>b</think>c", False, "a", "b</think>c"),
-    ("", False, "", ""),
-    (" ", False, "", " "),
-    ("", True, "", ""),
-]
-
-
 def test_reasoning_is_what_stands_between_its_tags_at_the_beginning() -> None:
-    for text, begun, reasoning, answer in SPLIT:
+    for text, begun, reasoning, answer in (
+        ("<think>\nHm.\n</think>\n\nYes. ", False, "Hm.", "Yes. "),
+        ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
+        ("\n <think>Hm.</think>Yes.", False, "Hm.", "Yes."),
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+        (" Yes.", False, "", " Yes."),
+        ("<thin", False, "", "<thin"),
+        ("<thinking", False, "", "<thinking"),
+        ("<think>a < b </thin", False, "a < b </thin", ""),
+        ("<think>a </think", False, "a </think", ""),
+        ("<think>a</think>b</think>c", False, "a", "b</think>c"),
+        ("", False, "", ""),
+        (" ", False, "", " "),
+        ("", True, "", ""),
+    ):
         length = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
         for size in (1, 2, 3, 5, 100):
             pieces = [text[at : at + size] for at in range(0, len(text), size)]
@@ -99,14 +96,14 @@ def prompt_of(**fields: Any) -> str:
 
 
 def test_thinking_is_off_by_its_switches_and_where_a_grammar_holds_from_the_first_token() -> None:
-    switches: list[dict[str, Any]] = [
+    fields: dict[str, Any]
+    for fields in (
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "none"},
         {"response_format": {"type": "json_object"}},
         {"grammar": 'root ::= "a"'},
         {"structured_outputs": {"regex": "a"}},
-    ]
-    for fields in switches:
+    ):
         assert prompt_of(**fields) == prompt_of() + "<think>\n\n</think>\n\n"
 
 

@@ -58,61 +58,60 @@ CHAT = says("hello")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 TEXT = {"type": "text", "text": "a"}
 NULLS = dict.fromkeys(CompletionRequest.model_fields.keys() - {"prompt"})
-# What fields do to the sequence of a completion: OpenAI's, then vLLM's and llama.cpp's.
-EFFECTS: list[tuple[dict[str, Any], dict[str, object]]] = [
-    ({"prompt": "ab"}, {"tokens": [97, 98]}),
-    ({"prompt": [1, 2, 3]}, {"tokens": [1, 2, 3]}),
-    # 16, OpenAI's default, or the rest of the context.
-    ({}, {"max_tokens": 16, "top_logprobs": None, "speculation.verification": "block"}),
-    ({"prompt": [1] * 60, "max_tokens": 500}, {"max_tokens": 4}),
-    ({"prompt": [1] * 64, "max_tokens": 0, "echo": True, "logprobs": 1}, {"max_tokens": 0}),
-    # Null means the default.
-    (NULLS, {"sampling.temperature": 1, "sampling.top_p": 1, "max_tokens": 16}),
-    ({"logit_bias": {"5": -100, "7": 2.5}}, {"sampling.logit_bias": ((5, -100), (7, 2.5))}),
-    ({"ignore_eos": True, "logit_bias": {"5": 1}}, {"sampling.logit_bias": ((5, 1), (199, float("-inf")))}),
-    ({"presence_penalty": 0.5}, {"sampling.presence_penalty": 0.5}),
-    ({"frequency_penalty": -1}, {"sampling.frequency_penalty": -1}),
-    ({"repetition_penalty": 1.1}, {"sampling.repetition_penalty": 1.1, "sampling.shapes_logits": True}),
-    ({"logit_bias": {}, "presence_penalty": 0}, {"sampling.shapes_logits": False}),
-    # The control group is drawn among requests that leave speculation to the server.
-    ({"speculation": {"mode": "auto"}}, {"speculation.gamma": 8, "info.randomised": False}),
-    ({"speculation": {"mode": "off"}}, {"speculation.gamma": 0, "info.randomised": False}),
-    ({"speculation": {"mode": "fixed", "gamma": 8}}, {"speculation.gamma": 8}),
-    ({"speculation": {"pool": None}}, {"speculation.pool": ("", "default")}),
-    ({"speculation": {"pool": ""}}, {"speculation.pool": None}),
-    ({"seed": 1}, {"speculation.verification": "coupled"}),
-    ({"seed": 1, "temperature": 0}, {"speculation.verification": "token"}),
-    ({"seed": 1, "speculation": {"verification": "token"}}, {"speculation.verification": "token"}),
-    # -1 is any seed, as elsewhere; other negative numbers are seeds.
-    ({"seed": -1}, {"sampling.seed": None, "speculation.verification": "block"}),
-    ({"seed": -2}, {"sampling.seed": -2}),
-    ({"top_k": -1}, {"sampling.top_k": 0}),
-    ({"logprobs": 5}, {"top_logprobs": 5}),
-    ({"echo": True}, {"scores_prompt": False}),
-    ({"echo": True, "logprobs": 1}, {"scores_prompt": True}),
-    ({"response_format": {"type": "text"}}, {"constraint": None}),
-    ({"metadata": {"prompt_family": "code"}}, {"info.family": "code"}),
-    ({"metadata": {"prompt_family": "My Secret!"}}, {"info.family": "other"}),
-    ({"metadata": {"prompt_family": "x" * 33}}, {"info.family": "other"}),
-    ({"metadata": {"prompt_family": ""}}, {"info.family": ""}),
-    ({"n_predict": 5, "max_tokens": None}, {"max_tokens": 5}),
-    ({"n_predict": 5}, {"max_tokens": 5}),
-    ({"n_predict": -1}, {"max_tokens": 59}),
-    ({"max_tokens": -1}, {"max_tokens": 59}),
-    ({"n_predict": None}, {"max_tokens": 16}),
-    ({"n_predict": 5, "max_tokens": 7}, {"max_tokens": 7}),
-    ({"repeat_penalty": 1.1}, {"sampling.repetition_penalty": 1.1}),
-    ({"min_tokens": 3}, {"sampling.min_tokens": 3}),
-    ({"min_tokens": 3, "stop_token_ids": [7]}, {"sampling.end_tokens": (199, 7)}),
-    ({"min_tokens": 0}, {"sampling.forbids_tokens": False}),
-    ({"allowed_token_ids": [5, 7]}, {"sampling.allowed_tokens": (5, 7)}),
-    ({"cache_prompt": False}, {"reuses_prefix": False}),
-    ({"cache_prompt": None}, {"reuses_prefix": True}),
-]
 
 
 def test_a_field_has_its_effect_and_its_default() -> None:
-    for fields, effects in EFFECTS:
+    # What fields do to the sequence of a completion: OpenAI's, then vLLM's and llama.cpp's.
+    for fields, effects in (
+        ({"prompt": "ab"}, {"tokens": [97, 98]}),
+        ({"prompt": [1, 2, 3]}, {"tokens": [1, 2, 3]}),
+        # 16, OpenAI's default, or the rest of the context.
+        ({}, {"max_tokens": 16, "top_logprobs": None, "speculation.verification": "block"}),
+        ({"prompt": [1] * 60, "max_tokens": 500}, {"max_tokens": 4}),
+        ({"prompt": [1] * 64, "max_tokens": 0, "echo": True, "logprobs": 1}, {"max_tokens": 0}),
+        # Null means the default.
+        (NULLS, {"sampling.temperature": 1, "sampling.top_p": 1, "max_tokens": 16}),
+        ({"logit_bias": {"5": -100, "7": 2.5}}, {"sampling.logit_bias": ((5, -100), (7, 2.5))}),
+        ({"ignore_eos": True, "logit_bias": {"5": 1}}, {"sampling.logit_bias": ((5, 1), (199, float("-inf")))}),
+        ({"presence_penalty": 0.5}, {"sampling.presence_penalty": 0.5}),
+        ({"frequency_penalty": -1}, {"sampling.frequency_penalty": -1}),
+        ({"repetition_penalty": 1.1}, {"sampling.repetition_penalty": 1.1, "sampling.shapes_logits": True}),
+        ({"logit_bias": {}, "presence_penalty": 0}, {"sampling.shapes_logits": False}),
+        # The control group is drawn among requests that leave speculation to the server.
+        ({"speculation": {"mode": "auto"}}, {"speculation.gamma": 8, "info.randomised": False}),
+        ({"speculation": {"mode": "off"}}, {"speculation.gamma": 0, "info.randomised": False}),
+        ({"speculation": {"mode": "fixed", "gamma": 8}}, {"speculation.gamma": 8}),
+        ({"speculation": {"pool": None}}, {"speculation.pool": ("", "default")}),
+        ({"speculation": {"pool": ""}}, {"speculation.pool": None}),
+        ({"seed": 1}, {"speculation.verification": "coupled"}),
+        ({"seed": 1, "temperature": 0}, {"speculation.verification": "token"}),
+        ({"seed": 1, "speculation": {"verification": "token"}}, {"speculation.verification": "token"}),
+        # -1 is any seed, as elsewhere; other negative numbers are seeds.
+        ({"seed": -1}, {"sampling.seed": None, "speculation.verification": "block"}),
+        ({"seed": -2}, {"sampling.seed": -2}),
+        ({"top_k": -1}, {"sampling.top_k": 0}),
+        ({"logprobs": 5}, {"top_logprobs": 5}),
+        ({"echo": True}, {"scores_prompt": False}),
+        ({"echo": True, "logprobs": 1}, {"scores_prompt": True}),
+        ({"response_format": {"type": "text"}}, {"constraint": None}),
+        ({"metadata": {"prompt_family": "code"}}, {"info.family": "code"}),
+        ({"metadata": {"prompt_family": "My Secret!"}}, {"info.family": "other"}),
+        ({"metadata": {"prompt_family": "x" * 33}}, {"info.family": "other"}),
+        ({"metadata": {"prompt_family": ""}}, {"info.family": ""}),
+        ({"n_predict": 5, "max_tokens": None}, {"max_tokens": 5}),
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"n_predict": -1}, {"max_tokens": 59}),
+        ({"max_tokens": -1}, {"max_tokens": 59}),
+        ({"n_predict": None}, {"max_tokens": 16}),
+        ({"n_predict": 5, "max_tokens": 7}, {"max_tokens": 7}),
+        ({"repeat_penalty": 1.1}, {"sampling.repetition_penalty": 1.1}),
+        ({"min_tokens": 3}, {"sampling.min_tokens": 3}),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, {"sampling.end_tokens": (199, 7)}),
+        ({"min_tokens": 0}, {"sampling.forbids_tokens": False}),
+        ({"allowed_token_ids": [5, 7]}, {"sampling.allowed_tokens": (5, 7)}),
+        ({"cache_prompt": False}, {"reuses_prefix": False}),
+        ({"cache_prompt": None}, {"reuses_prefix": True}),
+    ):
         sequence = sequence_of(**fields)
         assert {name: attrgetter(name)(sequence) for name in effects} == effects, fields
 

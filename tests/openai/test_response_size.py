@@ -48,8 +48,7 @@ def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeyp
 
 
 def test_a_response_that_is_expected_to_be_too_large_is_refused_at_once() -> None:
-    wide = CONFIG.model_copy(update={"context_length": 4096})
-    vast = CONFIG.model_copy(update={"context_length": 200_000})
+    wide, vast = (CONFIG.model_copy(update={"context_length": length}) for length in (4096, 200_000))
     scored: dict[str, Any] = {"max_tokens": 4000, "logprobs": 5}
     echo: dict[str, Any] = {"echo": True, "max_tokens": 0}
     for fields, config, param in (

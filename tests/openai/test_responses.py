@@ -168,35 +168,28 @@ def test_an_answer_comes_back_as_one_message(front_end: FrontEnd, monkeypatch: p
     assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_a"), ("tool", "call_b")]
 
 
-# The input of a request, and the roles and contents of its chat's messages.
-CHATS: list[tuple[Any, list[tuple[str, str | None]]]] = [
-    ("hello", [("user", "hello")]),
-    ([{"role": "user", "content": "hello"}], [("user", "hello")]),
-    ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
-    (
-        [
-            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
-            {"role": "assistant", "content": "There."},
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
-        ],
-        [("assistant", "Hi."), ("assistant", "There.")],
-    ),
-    (
-        [
-            {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
-            # `local_shell` may name its call so, and `apply_patch` may have no text.
-            {"type": "local_shell_call_output", "id": "c", "output": "b"},
-            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
-        ],
-        [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")],
-    ),
-]
-
-
 def test_items_become_messages() -> None:
-    for items, expected in CHATS:
+    said = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
+        {"role": "assistant", "content": "There."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
+    ]
+    called = [
+        {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
+        # `local_shell` may name its call so, and `apply_patch` may have no text.
+        {"type": "local_shell_call_output", "id": "c", "output": "b"},
+        {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+    ]
+    # The input of a request, and the roles and contents of its chat's messages.
+    for items, expected in (
+        ("hello", [("user", "hello")]),
+        ([{"role": "user", "content": "hello"}], [("user", "hello")]),
+        ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
+        (said, [("assistant", "Hi."), ("assistant", "There.")]),
+        (called, [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")]),
+    ):
         messages = messages_of(input=items)
         assert [(message["role"], message.get("content")) for message in messages] == expected
         assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= {"c"}
@@ -216,15 +209,14 @@ def test_the_fields_of_other_routes_keep_their_meaning() -> None:
 
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
+    numbers = {"max_output_tokens": 7, "top_p": 0.5, "seed": 3}
     chat = chat_of(
+        parallel_tool_calls=False,
         tools=[READ, PATCH],
         tool_choice={"type": "function", "name": "read"},
-        parallel_tool_calls=False,
         text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}},
-        max_output_tokens=7,
-        top_p=0.5,
-        seed=3,
         reasoning={"effort": "low"},
+        **numbers,
     )
     assert names_of(chat) == ["read", "patch"]
     read = {"type": "function", "function": {"name": "read"}}
@@ -275,11 +267,9 @@ def test_calls_of_a_namespaces_tools_have_it(front_end: FrontEnd, monkeypatch: p
         parts += [Call(index, f"call_{index}", name), Arguments(index, arguments)]
     ScriptedReader(parts).install(monkeypatch)
     response = whole(front_end, tools=tools)
-    assert [(call["type"], call["name"], call.get("namespace")) for call in response["output"]] == [
-        ("function_call", "read", "crm"),
-        ("function_call", "read", None),
-        ("custom_tool_call", "patch", "crm"),
-    ]
+    own, others, custom = ((call["type"], call["name"], call.get("namespace")) for call in response["output"])
+    assert (own, others) == (("function_call", "read", "crm"), ("function_call", "read", None))
+    assert custom == ("custom_tool_call", "patch", "crm")
     assert timeless(streamed(front_end, tools=tools)[-1]["response"])["output"] == timeless(response)["output"]
     [message] = messages_of(input=response["output"], tools=tools)
     assert [call["function"]["name"] for call in message["tool_calls"]] == [*calls]
@@ -326,32 +316,34 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
 
 
 IMAGE = {"role": "user", "content": [TEXT, {"type": "input_image", "image_url": "x"}]}
-# What cannot be done, the field that the error names, and what it says.
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": None}, "input", ""),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not supported."),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "'web_search_call'"),
-    ({"input": [IMAGE]}, "input[0].content[1]", "; images, audio and files are not supported."),
-    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "'developer'"),
-    ({"input": "\ud800"}, "input", ""),
-    ({"background": True}, "background", ""),
-    ({"conversation": "conv_1"}, "conversation", "not supported"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
-    ({"n": 2}, "n", ""),
-    ({"top_logprobs": 1}, "top_logprobs", ""),
-    ({"include": ["message.output_text.logprobs"]}, "include", "v1/chat/completions"),
-    ({"temperature": 3}, "temperature", ""),
-    ({"tools": [{"type": "function"}]}, "tools[0].function.name", ""),
-    ({"tool_choice": "sometimes"}, "tool_choice", ""),
-    ({"text": {"format": {"type": "xml"}}}, "text.format", ""),
-    ({"input": "x" * 2000}, "input", "maximum context length"),
-    ({"max_output_tokens": -1}, "max_output_tokens", ""),
-    ({"model": "gpt-9"}, "model", "this server has tiny"),
-]
+UNUSABLE: dict[str, Any] = {
+    "input": None,
+    "background": True,
+    "n": 2,
+    "top_logprobs": 1,
+    "temperature": 3,
+    "tool_choice": "sometimes",
+}
 
 
 def test_what_cannot_be_done_is_openais_error_before_the_stream(front_end: FrontEnd) -> None:
-    for fields, param, words in REFUSED:
+    # What cannot be done, the field that the error names, and what it says.
+    for fields, param, words in (
+        *(({field: value}, field, "") for field, value in UNUSABLE.items()),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not supported."),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "'web_search_call'"),
+        ({"input": [IMAGE]}, "input[0].content[1]", "; images, audio and files are not supported."),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "'developer'"),
+        ({"input": "\ud800"}, "input", ""),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "v1/chat/completions"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", ""),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", ""),
+        ({"input": "x" * 2000}, "input", "maximum context length"),
+        ({"max_output_tokens": -1}, "max_output_tokens", ""),
+        ({"model": "gpt-9"}, "model", "this server has tiny"),
+    ):
         for stream in (False, True):
             status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
             assert (status, error["type"]) == (404 if "model" in fields else 400, "invalid_request_error"), fields

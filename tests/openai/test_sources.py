@@ -29,15 +29,13 @@ def joined(choices: list[Any]) -> str:
     return "".join(piece for choice in choices for piece, _ in choice["sources"])
 
 
-@given(
-    st.text(alphabet="ab🙂é世", max_size=20),
-    st.lists(st.integers(0, 100)),
-    st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3),
-    st.lists(st.integers(1, 4), min_size=60, max_size=60),
-)
-def test_the_source_of_a_character_is_that_of_the_token_with_its_last_byte(
-    text: str, cuts: list[int], stops: list[str], rounds: list[int]
-) -> None:
+STOPS = st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3)
+ROUNDS = st.lists(st.integers(1, 4), min_size=60, max_size=60)
+
+
+@given(st.text(alphabet="ab🙂é世", max_size=20), st.lists(st.integers(0, 100)), STOPS, ROUNDS)
+def test_the_source_of_a_character(text: str, cuts: list[int], stops: list[str], rounds: list[int]) -> None:
+    """It is that of the token with the character's last byte."""
     pieces = [piece for piece in split(text.encode(), cuts) if piece]
     names: list[Source] = [("model", "lookup", "target")[index % 3] for index in range(len(pieces))]
     by_byte = [name for piece, name in zip(pieces, names, strict=True) for _ in piece]

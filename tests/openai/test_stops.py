@@ -36,22 +36,19 @@ def written(
     return sequence, texts
 
 
-# By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
-STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
-    (["two", "never"], "one two three", "one ", "two", 7),
-    (["wo", "two"], "one two three", "one ", "two", 7),
-    (["tw", "thr"], "one t", "one t", "", None),
-    (["aab"], "aaab", "a", "aab", 4),
-    # A control token is no text.
-    (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
-    # Of several the first to end, and of these the longest.
-    (["two", "ne"], "one two", "o", "ne", 3),
-    (["e", "ne"], "one two", "o", "ne", 3),
-]
-
-
 def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
-    for stops, output, text, stop, length in STOPPED:
+    # By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
+    for stops, output, text, stop, length in (
+        (["two", "never"], "one two three", "one ", "two", 7),
+        (["wo", "two"], "one two three", "one ", "two", 7),
+        (["tw", "thr"], "one t", "one t", "", None),
+        (["aab"], "aaab", "a", "aab", 4),
+        # A control token is no text.
+        (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
+        # Of several the first to end, and of these the longest.
+        (["two", "ne"], "one two", "o", "ne", 3),
+        (["e", "ne"], "one two", "o", "ne", 3),
+    ):
         for rounds in ROUNDS:
             tokens = spelled(output)
             sequence, texts = written(stops, tokens, rounds=rounds)

@@ -8,16 +8,6 @@ from front_end import ASCII_ONLY, CHATS, COMPLETIONS, FrontEnd, body_of, events_
 
 ROUTES = [COMPLETIONS, CHATS]
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
-# What makes a whole block of text come with the end of the answer.
-ENDS: list[dict[str, Any]] = [
-    {"max_tokens": 1},
-    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
-    {"logit_bias": {**ASCII_ONLY, "199": 4}, "max_tokens": 60, "temperature": 1, "seed": 3},
-    {"logit_bias": {"199": 100}},
-    {"response_format": {"type": "json_object"}},
-    {"n": 6, "seed": 1, "temperature": 1, "stream_options": {"include_usage": True}},
-    {"speculation": {"sources": True}},
-]
 
 
 @pytest.fixture
@@ -40,7 +30,16 @@ def streamed(front_end: FrontEnd, route: str, **fields: Any) -> list[list[Any]]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_chunk_with_the_finish_reason_is_the_last_of_its_choice_and_empty(front_end: FrontEnd, route: str) -> None:
-    for fields in ENDS:
+    # What makes a whole block of text come with the end of the answer.
+    for fields in (
+        {"max_tokens": 1},
+        {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+        {"logit_bias": {**ASCII_ONLY, "199": 4}, "max_tokens": 60, "temperature": 1, "seed": 3},
+        {"logit_bias": {"199": 100}},
+        {"response_format": {"type": "json_object"}},
+        {"n": 6, "seed": 1, "temperature": 1, "stream_options": {"include_usage": True}},
+        {"speculation": {"sources": True}},
+    ):
         answers = whole(front_end, route, **fields | {"stream_options": None})
         assert len(answers) == fields.get("n", 1)
         for answer, (*chunks, end) in zip(answers, streamed(front_end, route, **fields), strict=True):

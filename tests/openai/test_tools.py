@@ -161,21 +161,20 @@ def test_with_auto_plain_text_stays_as_it_is() -> None:
 
 
 BAD = function("bad", parameters={"not": {}}, strict=True)
-REFUSED: list[Any] = [
-    ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
-    ({"tools": [function("a b")]}, "tools[0].function.name", "pattern"),
-    ({"tools": [function("a" * 129)]}, "tools[0].function.name", "pattern"),
-    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-    ({"tool_choice": function("other")}, "tool_choice", "'other'"),
-    ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
-    ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
-    ({"tools": [BAD]}, "tools", "The tool 'bad' cannot be used: the keyword 'not'"),
-]
 
 
 def test_tools_that_make_no_sense_are_refused_by_field() -> None:
     server = front_end()
-    for fields, param, sentence in REFUSED:
+    for fields, param, sentence in (
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
+        ({"tools": [function("a b")]}, "tools[0].function.name", "pattern"),
+        ({"tools": [function("a" * 129)]}, "tools[0].function.name", "pattern"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tool_choice": function("other")}, "tool_choice", "'other'"),
+        ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
+        ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
+        ({"tools": [BAD]}, "tools", "The tool 'bad' cannot be used: the keyword 'not'"),
+    ):
         status, error = server.refusal({**BODY, **fields}, CHATS)
         assert (status, error["param"]) == (400, param)
         assert sentence in error["message"]

@@ -142,7 +142,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_openais_words(front_end: FrontE
         assert re.fullmatch(begin + r"tokens\. Please reduce the length of the \1\.", error["message"])
 
 
-def test_rounds_run_between_calls_and_other_work_not(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_run_between_calls_never_beside_work(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     in_round, rounds, overlapping = threading.Event(), [], []
     run_round = Scheduler.run_round
 
@@ -182,7 +182,7 @@ def test_rounds_run_between_calls_and_other_work_not(front_end: FrontEnd, monkey
     assert not overlapping
 
 
-def test_who_comes_or_goes_interrupts_the_slice(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_or_gone_request_interrupts_the_slice(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt, interrupts = Mock(), []
     monkeypatch.setattr(front_end.handler._loop, "interrupt", interrupt)
     for call in range(9):

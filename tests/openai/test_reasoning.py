@@ -143,7 +143,7 @@ def test_a_chat_has_reasoning_content_beside_its_content_streamed_or_not(thinkin
 
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning_even_if_the_prompt_opens_one(thinking: FrontEnd) -> None:
-    fields = {**HELLO, "max_tokens": 20, "response_format": {"type": "json_object"}}
+    fields = {**HELLO, "max_tokens": 20, "response_format": {"type": "json_object"}, "ignore_eos": None}
     message = thinking.ask(fields, CHATS)["choices"][0]["message"]
     assert "reasoning_content" not in message
     assert message["content"]

@@ -257,7 +257,7 @@ def test_tools_of_providers_servers_are_ignored_unless_the_request_demands_one()
     assert [names_of(chat_of(tools=[shell])) for shell in shells] == [[], ["shell"]]
 
 
-def test_calls_of_a_namespaces_tools_have_it(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_namespaces_tools_name_it(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Codex has them; the same name may be that of another tool."""
     tools = [READ, {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [READ, PATCH]}]
     assert names_of(chat_of(tools=tools)) == ["read", "crm__read", "crm__patch"]

@@ -34,68 +34,51 @@ ASCII_ONLY = {str(token): -100 for token in range(128, 199)}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
-class Vocabulary(FakeVocabulary):
-    """A target's vocabulary, with the model's description for v1/speculation."""
+ROUTES = ["v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"]
+COMPLETIONS, CHATS, RESPONSES, MESSAGES = ROUTES
 
-    weights = 1000, 4000
 
-    def description(self) -> str:
-        return "a fake model"
+def says(content: Any, role: str = "user") -> dict[str, Any]:
+    """The field of a chat of one message."""
+    return {"messages": [{"role": role, "content": content}]}
+
+
+def body_of(route: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A request with this text to a route."""
+    return {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}}.get(route, says(text)) | fields
 
 
 class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
-    def __init__(
-        self,
-        *,
-        time_slice_ms: int = 0,
-        chat_template: str | None = TEMPLATE,
-        holdback: float = 0,
-        grammars: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, chat_template: str | None = TEMPLATE, grammars: Any = None, **options: Any) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
-        vocabulary: Any = Vocabulary(200)
-        vocabulary.template = chat_template
+        vocabulary: Any = FakeVocabulary(200)
+        vocabulary.template, vocabulary.weights = chat_template, (1000, 4000)
+        vocabulary.description = mock.Mock(return_value="a fake model")
         grammars = grammars or AlternatingGrammars(200)
         config = HandlerConfig(
             model_id="tiny",
             target=ModelConfig(path=Path("t")),
             draft=ModelConfig(path=Path("d")),
             sequences=SLOTS,
-            speculation=SpeculationConfig(holdback=holdback),
-            **{"context_length": 256, **options},
+            **{"context_length": 256, "speculation": SpeculationConfig(holdback=0), **options},
         )
-        model = DraftModel(
-            KVCache(self.draft), flat(0.001), window=64, max_rows=32, vocabulary=200, context_length=4096
-        )
+        sizes = {"window": 64, "max_rows": 32, "vocabulary": 200, "context_length": 4096}
+        model = DraftModel(KVCache(self.draft), flat(0.001), **sizes)
+        end_tokens = vocabulary.end_tokens()
+        proposers = PredictionProposer(), LookupProposer(Pools(1000)), GrammarProposer()
         controller = Controller(flat(0.01), flat(0.001))
-        pools = Pools(1000)
-        models = Models(
-            vocabulary,
-            grammars,
-            KVCache(self.target),
-            Drafters(
-                controller,
-                PredictionProposer(),
-                LookupProposer(pools),
-                GrammarProposer(),
-                model=model,
-                vocabulary=200,
-                end_tokens=vocabulary.end_tokens(),
-            ),
-            placement_on(FakeMachine()),
-            Kernels(None, (), "a fake engine computes"),
-            config,
-            "outputs repeat",
-        )
+        drafters = Drafters(controller, *proposers, model=model, vocabulary=200, end_tokens=end_tokens)
+        placement, kernels = placement_on(FakeMachine()), Kernels(None, (), "a fake engine computes")
+        parts = vocabulary, grammars, KVCache(self.target), drafters, placement, kernels
+        models = Models(*parts, config, "outputs repeat")
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))
-        self.handler._loop.slice_seconds = time_slice_ms / 1000
+        self.handler._loop.slice_seconds = 0
         self.rows: dict[str, dict[str, Any]] = {}
         self.request_headers: dict[str, dict[str, str]] = {}
         self.chunks: dict[str, list[str]] = {}
@@ -107,18 +90,9 @@ class FrontEnd:
         self.waits_for_slice = True  # whether `handle_once` waits for the end of the time slice that it has started
         self._count = 0
 
-    def post(
-        self,
-        body: object,
-        route: str | None = "v1/completions",
-        *,
-        key: str = "",
-        headers: dict[str, str] | None = None,
-    ) -> str:
-        """Send a request, its body as JSON unless it is bytes, with an API key or other headers; returns its id."""
+    def post(self, body: object, route: str | None = "v1/completions", **headers: str) -> str:
+        """Send a request, its body as JSON unless it is bytes; returns its id."""
         sent = body if isinstance(body, bytes | bytearray) else json.dumps(body).encode()
-        if headers is None:
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Without a version in the URL there is no `url_path`.
         paths = {} if route is None else {"url_path": route, "explain": "False"}
         return self.send({"body": bytes(sent)} if body is not None else {}, {"Host": "127.0.0.1"} | headers | paths)
@@ -132,17 +106,21 @@ class FrontEnd:
         self.chunks[request_id] = []
         return request_id
 
+    def begin(self, body: object, route: str | None = "v1/completions") -> str:
+        """Send a request and call handle() once; returns its id."""
+        request_id = self.post(body, route)
+        self.handle_once()
+        return request_id
+
     def disconnect(self, request_id: str) -> None:
         """Close the client's connection, which TorchServe notices when it has sent a chunk."""
         self._left.add(request_id)
 
     def handle_once(self) -> None:
         """Call handle() once, and process its replies as the front end does."""
-        order = list(self.rows)
-        context = FakeContext(self, order)
-        data = list(self.rows.values())
-        answers = self.handler.handle(data, context)
-        assert len(answers) == len(data)
+        context = FakeContext(self)
+        answers = self.handler.handle(list(self.rows.values()), context)
+        assert len(answers) == len(self.rows)
         for index, request_id in context.request_ids.items():
             more = context.stopping_criteria[index](answers[index])
             if more is None:
@@ -174,19 +152,19 @@ class FrontEnd:
             self.handle_once()
         raise AssertionError(f"Unanswered: {list(self.rows)}")
 
-    def answered(self, body: object, route: str | None = "v1/completions", **options: Any) -> str:
+    def answered(self, body: object, route: str | None = "v1/completions", **headers: str) -> str:
         """Send a request; returns its id once all requests are answered."""
-        request_id = self.post(body, route, **options)
+        request_id = self.post(body, route, **headers)
         self.run()
         return request_id
 
-    def ask(self, body: object, route: str | None = "v1/completions", **options: Any) -> Any:
+    def ask(self, body: object, route: str | None = "v1/completions", **headers: str) -> Any:
         """The JSON of the whole response to a request."""
-        return self.answer(self.answered(body, route, **options))
+        return self.answer(self.answered(body, route, **headers))
 
-    def refusal(self, body: object, route: str | None = "v1/completions", **options: Any) -> tuple[int, Any]:
+    def refusal(self, body: object, route: str | None = "v1/completions") -> tuple[int, Any]:
         """The status and the error of a request."""
-        request_id = self.answered(body, route, **options)
+        request_id = self.answered(body, route)
         return self.status[request_id], self.answer(request_id)["error"]
 
     def failed_stream(self, body: dict[str, Any], route: str) -> str:
@@ -200,9 +178,7 @@ class FrontEnd:
 
     def speculation_status(self) -> Any:
         """The current response of v1/speculation."""
-        request_id = self.post(None, "v1/speculation")
-        self.handle_once()
-        return self.answer(request_id)
+        return self.answer(self.begin(None, "v1/speculation"))
 
     def sequences(self) -> tuple[int, int]:
         """The numbers of live and of waiting sequences."""
@@ -229,13 +205,20 @@ def events_of(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def text_of(choice: Any) -> str:
+    """The text of a choice, whole or a chunk of it, on either route."""
+    if "text" in choice:
+        return str(choice["text"])
+    return str((choice.get("delta") or choice.get("message") or {}).get("content", ""))
+
+
 # What responses have beside the fields of OpenAI's; the last as other servers name it.
 OURS = {"speculation", "sources", "reasoning_content"}
 
 
-def check(kind: type[BaseModel], text: str) -> None:
+def check(kind: type[BaseModel], decoded: Any) -> None:
     """A response or event is one of OpenAI's by the models of its own client, which lets other fields pass."""
-    found = kind.model_validate_json(text)
+    found = kind.model_validate_json(json.dumps(decoded))
     unknown = [found]
     while unknown:
         inner = unknown.pop()
@@ -280,24 +263,23 @@ class ScriptedReader:
 class FakeContext:
     """The context that TorchServe passes to handle()."""
 
-    def __init__(self, front_end: FrontEnd, order: list[str]) -> None:
+    def __init__(self, front_end: FrontEnd) -> None:
         self.model_name = "qwen"
         self.manifest: dict[str, Any] = {}
         self.model_yaml_config: dict[str, Any] = {}
         self.metrics: Any = None
-        self.request_ids = dict(enumerate(order))
+        self.request_ids = dict(enumerate(front_end.rows))
         self.stopping_criteria: list[Callable[[object], bool | None]] = []
         self.status: dict[int, int] = {}
         self.types: dict[int, str] = {}
         self.headers: dict[int, dict[str, str]] = {}
-        # Names as the client has spelt them, and the parts of its body among them.
-        self._request_headers: list[dict[str, Any]] = [
-            {part: {"content-type": ""} for part in front_end.rows[request_id]} | front_end.request_headers[request_id]
-            for request_id in order
-        ]
+        self._front_end = front_end
 
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
-        return self._request_headers[idx]
+        """Names as the client has spelt them, and the parts of its body among them."""
+        request_id = self.request_ids[idx]
+        parts = {part: {"content-type": ""} for part in self._front_end.rows[request_id]}
+        return parts | self._front_end.request_headers[request_id]
 
     def set_response_status(self, code: int, phrase: str, idx: int) -> None:
         assert phrase.isascii()

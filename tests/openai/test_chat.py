@@ -14,6 +14,7 @@ from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <b>"}]
+CHATML = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n"
 # The parts of SmolLM3's template that are beyond Jinja.
 SMOLLM3 = """\
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = false -%}{%- endif -%}
@@ -29,12 +30,6 @@ SMOLLM3 = """\
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|im_start|>assistant\n" }}{%- endif -%}"""
-BROKEN = {
-    "{% for %}": "does not compile",
-    "{{ messages[0].content | base64 }}": "No filter named 'base64'",
-    "{{ messages[0].content.nothing.at_all }}": "it fails",
-    "vicuna": "it leaves out the text of a message",
-}
 
 
 def template(source: str) -> ChatTemplate:
@@ -42,12 +37,12 @@ def template(source: str) -> ChatTemplate:
 
 
 def rendered(source: str) -> str:
-    """Two messages rendered with a template."""
+
     return template(source).render(MESSAGES)
 
 
 def prompt_of(source: str, **fields: Any) -> str:
-    """The prompt of a chat request with a template."""
+
     return template(source).prompt(parse_body({"messages": MESSAGES, **fields}, ChatRequest))
 
 
@@ -65,9 +60,7 @@ RENDERED = {
     # Mistral's template would list tools that are undefined.
     "{% if tools is not none or documents is not none %}[AVAILABLE_TOOLS]{% endif %}": "",
     # As in llama.cpp.
-    "chatml": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
-    ),
+    "chatml": f"{CHATML}<|im_start|>assistant\n",
 }
 
 
@@ -79,10 +72,8 @@ def test_messages_are_rendered_as_transformers_does() -> None:
 def test_generation_blocks_are_rendered_as_what_they_contain() -> None:
     """transformers masks them for training; names that are set in one are not set after it."""
     dialogue = [*MESSAGES, {"role": "assistant", "content": "\nHi!"}, MESSAGES[1]]
-    assert template(SMOLLM3).render(dialogue) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n"
-        "<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
-    )
+    more = "<|im_start|>assistant\nHi!<|im_end|>\n<|im_start|>user\nHello <b><|im_end|>\n<|im_start|>assistant\n"
+    assert template(SMOLLM3).render(dialogue) == CHATML + more
     assert rendered("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}") == "21"
 
 
@@ -109,7 +100,12 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 
 def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400() -> None:
-    for source, reason in BROKEN.items():
+    for source, reason in {
+        "{% for %}": "does not compile",
+        "{{ messages[0].content | base64 }}": "No filter named 'base64'",
+        "{{ messages[0].content.nothing.at_all }}": "it fails",
+        "vicuna": "it leaves out the text of a message",
+    }.items():
         problem = template(source).problem or ""
         assert reason in problem
         assert "\n" not in problem
@@ -136,9 +132,8 @@ def test_chat_template_kwargs_are_the_templates_variables() -> None:
     assert prompt_of(source) == "Be brief."
     kwargs = {"colour": "red", "enable_thinking": False, "messages": [], "bos_token": "x", "self": 1}
     assert prompt_of(source, chat_template_kwargs=kwargs) == "Be brief.redFalse"
-    plain = tiny_models.CHATML
+    plain, without = tiny_models.CHATML, {"add_generation_prompt": False}
     assert prompt_of(plain, chat_template_kwargs={"colour": "red"}) == prompt_of(plain)
-    without: dict[str, Any] = {"add_generation_prompt": False}
     assert prompt_of(plain, chat_template_kwargs=without) == prompt_of(plain, **without)
     assert prompt_of(plain) == prompt_of(plain, **without) + "<|im_start|>assistant\n"
 
@@ -147,19 +142,17 @@ def test_reasoning_effort_is_a_variable_and_switches_thinking() -> None:
     source = "{{ messages[0].content }}{{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
     for effort, thinks in (("none", "False"), ("low", "True"), ("high", "True")):
         assert prompt_of(source, reasoning_effort=effort) == f"Be brief.{effort} {thinks} {thinks}"
-        kwargs = {"enable_thinking": "maybe"}
-        assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs=kwargs)
+        assert "maybe" in prompt_of(source, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": "maybe"})
 
 
 def test_the_final_message_is_continued_as_it_is() -> None:
-    chatml = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
     for content in ("Hi", "Hi, I ", "Hello <b>", "\n x\n\n", "", "<", "[end]", "assistant"):
         messages = [*MESSAGES, {"role": "assistant", "content": content}]
-        request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
-        for source in (chatml, chatml.replace("m.content", "m.content | trim")):
-            begun = f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
-            assert template(source).prompt(request) == begun
-        assert template(tiny_models.CHATML).prompt(request) == prompt_of(tiny_models.CHATML) + content
+        begun: dict[str, Any] = {"messages": messages, "continue_final_message": True}
+        for source in (plain, plain.replace("m.content", "m.content | trim")):
+            assert prompt_of(source, **begun) == f"[system]Be brief.[end][user]Hello <b>[end][assistant]{content}"
+        assert prompt_of(tiny_models.CHATML, **begun) == prompt_of(tiny_models.CHATML) + content
 
 
 CALLS = [{"id": f"call_{letter}", "function": {"name": letter, "arguments": "{}"}} for letter in "ab"]
@@ -169,12 +162,11 @@ CALLED: list[dict[str, Any]] = [
     *({"role": "tool", "tool_call_id": call["id"], "content": f"answer {call['id']}"} for call in CALLS),
     {"role": "user", "content": "Well?"},
 ]
-TOOL = {"type": "function", "function": {"name": "a"}}
 
 
-def called(source: str, **fields: Any) -> str:
+def called(source: str) -> str:
     """The prompt of a chat in which two tools were called at once."""
-    return template(source).prompt(parse_body({"messages": CALLED, "tools": [TOOL], **fields}, ChatRequest))
+    return prompt_of(source, messages=CALLED, tools=[{"type": "function", "function": {"name": "a"}}])
 
 
 def test_calls_have_short_ids_where_a_template_demands_them() -> None:
@@ -219,10 +211,9 @@ def test_a_template_without_tools_has_roles_that_alternate_and_may_take_no_syste
 
 def test_a_final_message_that_the_template_changes_cannot_be_continued() -> None:
     messages = [MESSAGES[1], {"role": "assistant", "content": "Changed"}]
-    request = parse_body({"messages": messages, "continue_final_message": True}, ChatRequest)
     for source in ("{{ messages[0].content }}{{ messages[-1].content | upper }}", "{{ messages[0].content }}"):
         with pytest.raises(RequestError) as caught:
-            template(source).prompt(request)
+            prompt_of(source, messages=messages, continue_final_message=True)
         assert caught.value.param == "continue_final_message"
 
 
@@ -233,8 +224,6 @@ def test_a_model_with_an_unusable_template_loads_and_the_log_says_so_once(
     with caplog.at_level(logging.INFO):
         pair = Pair(TinyFiles(tmp_path).config("qwen2"))
     [line] = [record.message for record in caplog.records if "chat" in record.message]
-    assert line == (
-        "specserve: v1/chat/completions is off, since the model's chat template cannot be used "
-        "(it does not compile: No filter named 'base64'); v1/completions goes on."
-    )
+    off = "specserve: v1/chat/completions is off, since the model's chat template cannot be used "
+    assert line == f"{off}(it does not compile: No filter named 'base64'); v1/completions goes on."
     assert pair.complete("The quick", max_tokens=4, temperature=0).finish_reason == "length"

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from front_end import ASCII_ONLY, SLOTS, FrontEnd
+from front_end import ASCII_ONLY, CHATS, COMPLETIONS, SLOTS, FrontEnd, body_of, text_of
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0.8, "seed": 3}
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "seed": 3}
-CHAT_ROUTE = "v1/chat/completions"
+CHAT = body_of(CHATS, max_tokens=12, seed=3)
 
 
 @pytest.fixture
@@ -57,10 +56,8 @@ def test_text_offsets_point_at_the_tokens_of_prompt_and_output(front_end: FrontE
 
 def test_max_tokens_0_only_scores_the_prompt(front_end: FrontEnd) -> None:
     scoring = {"echo": True, "logprobs": 1, "temperature": 0}
-    scored, longer, one = (
-        front_end.ask({"prompt": prompt, "max_tokens": n, **scoring})
-        for prompt, n in (("hello", 0), ("hello", 3), ("h", 0))
-    )
+    scored, longer = (front_end.ask({"prompt": "hello", "max_tokens": n, **scoring}) for n in (0, 3))
+    one = front_end.ask({"prompt": "h", "max_tokens": 0, **scoring})
     assert (texts(scored), scored["usage"]["completion_tokens"]) == (["hello"], 0)
     for name, values in scored["choices"][0]["logprobs"].items():
         assert values == longer["choices"][0]["logprobs"][name][:5]
@@ -68,7 +65,7 @@ def test_max_tokens_0_only_scores_the_prompt(front_end: FrontEnd) -> None:
 
 
 def test_chat_logprobs_have_bytes_and_alternatives(front_end: FrontEnd) -> None:
-    [choice] = front_end.ask({**CHAT, "logprobs": True, "top_logprobs": 4}, CHAT_ROUTE)["choices"]
+    [choice] = front_end.ask({**CHAT, "logprobs": True, "top_logprobs": 4}, CHATS)["choices"]
     content = choice["logprobs"]["content"]
     written = bytes(byte for token in content for byte in token["bytes"])
     assert written.decode(errors="replace") == choice["message"]["content"]
@@ -79,12 +76,12 @@ def test_chat_logprobs_have_bytes_and_alternatives(front_end: FrontEnd) -> None:
 
 
 def test_prediction_tokens_are_counted_on_both_routes(front_end: FrontEnd) -> None:
-    for body, route in ((BODY, "v1/completions"), (CHAT, CHAT_ROUTE)):
+    for body, route in ((BODY, COMPLETIONS), (CHAT, CHATS)):
         greedy = {**body, "temperature": 0, "logit_bias": ASCII_ONLY}
         [whole] = front_end.ask(greedy, route)["choices"]
-        text = whole["message"]["content"] if route == CHAT_ROUTE else whole["text"]
-        answer = front_end.ask({**greedy, "prediction": {"type": "content", "content": text}}, route)
-        assert answer["choices"][0].get("text", text) == text
+        prediction = {"type": "content", "content": text_of(whole)}
+        answer = front_end.ask({**greedy, "prediction": prediction}, route)
+        assert text_of(answer["choices"][0]) == text_of(whole)
         details = answer["usage"]["completion_tokens_details"]
         tally = answer["speculation"]["drafters"]["prediction"]
         assert details["accepted_prediction_tokens"] == tally["accepted"] > 0
@@ -93,8 +90,7 @@ def test_prediction_tokens_are_counted_on_both_routes(front_end: FrontEnd) -> No
 
 def test_a_failed_choice_is_one_error_and_frees_all_slots(front_end: FrontEnd) -> None:
     whole = front_end.post({**BODY, "n": SLOTS - 1})
-    stream = front_end.post({**BODY, "n": 2, "stream": True})
-    front_end.handle_once()
+    stream = front_end.begin({**BODY, "n": 2, "stream": True})
     front_end.target.fail_after = 0
     front_end.run()
     assert (front_end.status[whole], front_end.status[stream]) == (500, 500)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import test_requests
 from bodies import anything, chats, completions, infills, messages, responses
-from front_end import FrontEnd
+from front_end import ROUTES, FrontEnd, says
 from specserve.api import dialects
 from specserve.api.anthropic import CountRequest, MessagesRequest
 from specserve.api.call_formats import FORMATS
@@ -32,23 +33,22 @@ CONFIG = test_requests.CONFIG.model_copy(update={"context_length": 256})
 pytestmark = pytest.mark.slow
 
 
-def chat_of(request: Any) -> ChatRequest:
+def chat_of(request: Any) -> Any:
     """The chat that a request of any protocol becomes."""
     if isinstance(request, ResponsesRequest):
         return request.chat(request.messages())
-    chat: ChatRequest = request.chat() if isinstance(request, CountRequest) else request
-    return chat
+    return request.chat() if isinstance(request, CountRequest) else request
 
 
 @pytest.fixture(scope="module")
-def sequences_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[object, Any], list[TextSequence]]:
+def sequences_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, object], list[TextSequence]]:
     """Returns the sequences of a body of one of the routes."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
     write_tiny(path, "qwen2", "target")
     vocabulary = LlamaModel(path)
     grammars, tokenizer = GrammarCompiler(vocabulary), Tokenizer(vocabulary, CONFIG)
 
-    def sequences(body: object, kind: Any) -> list[TextSequence]:
+    def sequences(kind: Any, body: object) -> list[TextSequence]:
         request = parse_body(body, kind)
         prompts = [Prompt([1, 2], "")]
         if kind is InfillRequest:
@@ -74,21 +74,15 @@ def check_refusal(error: RequestError) -> None:
 
 
 in_bytes = st.binary(max_size=200) | st.text(max_size=200) | anything.map(lambda value: json.dumps(value).encode())
+KINDS: dict[Any, st.SearchStrategy[Any]] = {CompletionRequest: completions | in_bytes, ChatRequest: chats}
+KINDS |= {ResponsesRequest: responses, MessagesRequest: messages, InfillRequest: infills}
 
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    body_and_kind=st.one_of(
-        st.tuples(completions | anything | in_bytes, st.just(CompletionRequest)),
-        st.tuples(chats | anything, st.just(ChatRequest)),
-        st.tuples(responses | anything, st.just(ResponsesRequest)),
-        st.tuples(messages | anything, st.just(MessagesRequest)),
-        st.tuples(infills | anything, st.just(InfillRequest)),
-    )
-)
-def test_a_body_is_served_or_refused(body_and_kind: tuple[object, type[Any]], sequences_of: Any) -> None:
+@given(kind_and_body=st.one_of(*(st.tuples(st.just(kind), bodies | anything) for kind, bodies in KINDS.items())))
+def test_a_body_is_served_or_refused(kind_and_body: tuple[type[Any], object], sequences_of: Any) -> None:
     try:
-        sequences = sequences_of(*body_and_kind)
+        sequences = sequences_of(*kind_and_body)
     except RequestError as error:
         check_refusal(error)
         return
@@ -107,52 +101,40 @@ def expected() -> str:
     return str(FrontEnd().ask(VALID)["choices"][0]["text"])
 
 
-ROUTES = {
-    "v1/completions": completions,
-    "v1/chat/completions": chats,
-    "infill": infills,
-    "v1/responses": responses,
-    **dict.fromkeys(("v1/messages", "v1/messages/count_tokens"), messages),
-}
+BY_ROUTE = dict(zip(ROUTES, (completions, chats, responses, messages), strict=True))
+BY_ROUTE |= {"v1/messages/count_tokens": messages, "infill": infills}
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(other_bodies=st.lists(st.one_of(*(st.tuples(bodies, st.just(route)) for route, bodies in ROUTES.items()))))
-def test_a_valid_request_is_not_affected_by_other_bodies(
-    other_bodies: list[tuple[dict[str, Any], str]], expected: str
-) -> None:
+@given(others=st.lists(st.one_of(*(st.tuples(bodies, st.just(route)) for route, bodies in BY_ROUTE.items()))))
+def test_a_valid_request_is_not_affected_by_others(others: list[tuple[dict[str, Any], str]], expected: str) -> None:
     front_end = FrontEnd()
-    valid = front_end.post(VALID)
-    front_end.handle_once()
-    others = [front_end.post(body, route) for body, route in other_bodies]
+    valid = front_end.begin(VALID)
+    posted = [front_end.post(body, route) for body, route in others]
     front_end.run()
     assert front_end.answer(valid)["choices"][0]["text"] == expected
-    for request_id in others:
+    for request_id in posted:
         assert front_end.status[request_id] in {200, 400, 404}
         if front_end.status[request_id] != 200:
             assert front_end.answer(request_id)["error"]["message"]
 
 
-LETTER = {"role": "user", "content": "a"}
 BODIES: dict[Any, dict[str, Any]] = {
     CompletionRequest: {"prompt": "a"},
-    ChatRequest: {"messages": [LETTER]},
+    ChatRequest: says("a"),
     ResponsesRequest: {"input": "a"},
-    CountRequest: {"messages": [LETTER]},
-    MessagesRequest: {"messages": [LETTER], "max_tokens": 1},
+    CountRequest: says("a"),
+    MessagesRequest: {**says("a"), "max_tokens": 1},
     InfillRequest: {"input_prefix": "a", "input_suffix": "b"},
 }
-ODD: list[Any] = [
-    *({}, [], [[]], "", -1, 1e400, True, {"": ""}),
-    *({"type": {}}, {"type": []}, {"type": "a"}, [{"type": {}}]),
-]
+ODD: list[Any] = [{}, [], [[]], "", -1, 1e400, True, {"": ""}]
+ODD += [{"type": {}}, {"type": []}, {"type": "a"}, [{"type": {}}]]
 
 
 def test_no_value_of_a_known_field_makes_parsing_fail() -> None:
     """Unhashable values where names are looked up, for example; random bodies meet few of them."""
     for kind, body in BODIES.items():
         names = {field.alias or name for name, field in kind.model_fields.items()} | dialects.KNOWN
-        for name in sorted(names):
-            for value in ODD:
-                with suppress(RequestError):
-                    chat_of(parse_body({**body, name: value}, kind))
+        for name, value in product(sorted(names), ODD):
+            with suppress(RequestError):
+                chat_of(parse_body({**body, name: value}, kind))

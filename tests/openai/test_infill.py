@@ -4,6 +4,7 @@ import json
 import re
 from itertools import pairwise, product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -18,28 +19,16 @@ from specserve.errors import RequestError
 from test_requests import CONFIG
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(200, 205)
-NAMES = dict(zip(range(200, 205), ("<PRE>", "<SUF>", "<MID>", "<REPO>", "<FILE>"), strict=True))
+NAMES = {PREFIX: "<PRE>", SUFFIX: "<SUF>", MIDDLE: "<MID>", REPOSITORY: "<REPO>", FILE: "<FILE>"}
 # What llama.vim sends (autoload/llama.vim of ggml-org/llama.vim).
-VIM: dict[str, Any] = {
-    "input_prefix": "def f():\n",
-    "input_suffix": "\nf()\n",
-    "input_extra": [{"text": "a = 1\n", "time": [1, 2], "filename": "a.py"}],
-    "prompt": "    ret",
-    "n_predict": 8,
-    "n_indent": 0,
-    "top_k": 40,
-    "top_p": 0.99,
-    "stream": False,
-    "samplers": ["top_k", "top_p", "infill"],
-    "cache_prompt": True,
-    "t_max_prompt_ms": 500,
-    "t_max_predict_ms": 1500,
-    "response_fields": ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached", "nothing"],
-}
-WARM: dict[str, Any] = {
-    name: type(value)() if isinstance(value, str | list) and name != "input_extra" else value
-    for name, value in VIM.items()
-} | {"n_predict": 0, "temperature": 0.0, "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""]}
+VIM: dict[str, Any] = {"input_prefix": "def f():\n", "input_suffix": "\nf()\n", "prompt": "    ret", "n_predict": 8}
+VIM |= {"input_extra": [{"text": "a = 1\n", "time": [1, 2], "filename": "a.py"}], "n_indent": 0, "stream": False}
+VIM |= {"top_k": 40, "top_p": 0.99, "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True}
+VIM |= {"t_max_prompt_ms": 500, "t_max_predict_ms": 1500}
+FIELDS = ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"]
+VIM["response_fields"] = [*FIELDS, "nothing"]
+WARM = {**VIM, **dict.fromkeys(("input_prefix", "input_suffix", "prompt"), ""), "samplers": []}
+WARM |= {"n_predict": 0, "temperature": 0.0, "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""]}
 
 
 class Infilling(FakeVocabulary):
@@ -57,7 +46,6 @@ class Infilling(FakeVocabulary):
 
 
 def prompt_of(context_length: int = 4096, *, separators: bool = True, **fields: Any) -> str:
-    """The prompt as text."""
     vocabulary = Infilling(separators=separators)
     tokenizer = Tokenizer(vocabulary, CONFIG.model_copy(update={"context_length": context_length}))
     prompt = infill_prompt(parse_body({**VIM, **fields}, InfillRequest), tokenizer, vocabulary)
@@ -72,26 +60,20 @@ def front_end(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
 
 
 def filled(front_end: FrontEnd, **fields: Any) -> Any:
-    """The whole response."""
     return front_end.ask({**VIM, "response_fields": None, "ignore_eos": True, **fields}, "infill")
 
 
 def test_the_prompt_is_llama_cpps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `format_prompt_infill` of llama.cpp's server; nothing in the texts is read as a control token."""
-    encode, asked = FakeVocabulary.encode, set[bool]()
-
-    def recording(self: FakeVocabulary, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
-        asked.add(special or begin)
-        return encode(self, text)
-
-    monkeypatch.setattr(FakeVocabulary, "encode", recording)
+    encode = Mock(side_effect=FakeVocabulary(200).encode)
+    monkeypatch.setattr(FakeVocabulary, "encode", encode)
     gap = "<PRE>def f():\n    ret<SUF>\nf()\n<MID>"
     assert prompt_of() == f"<REPO>myproject\n<FILE>a.py\na = 1\n<FILE>filename\n{gap}"
     assert prompt_of(input_extra=None) == f"<REPO>myproject\n<FILE>filename\n{gap}"
     two = [{"text": "b"}, {"text": "c", "filename": "c.py"}]
     assert prompt_of(input_extra=two) == f"<REPO>myproject\n<FILE>tmp\nb<FILE>c.py\nc<FILE>filename\n{gap}"
     assert prompt_of(separators=False) == f"\n\n--- snippet ---\n\na = 1\n{gap}"
-    assert asked == {False}
+    assert {(call.kwargs.get("special", False), call.kwargs["begin"]) for call in encode.mock_calls} == {(False, False)}
     vocabulary = FakeVocabulary(200)
     with pytest.raises(RequestError, match="no tokens for filling in the middle"):
         infill_prompt(parse_body(VIM, InfillRequest), Tokenizer(vocabulary, CONFIG), vocabulary)
@@ -103,7 +85,7 @@ def test_what_is_too_long_is_cut_at_the_ends_that_are_far_from_the_gap() -> None
     for context_length in (4096, 512, 64):
         prompt = prompt_of(context_length, input_prefix=lines, input_suffix=lines, input_extra=extra)
         others, before, after = re.split("<PRE>|<SUF>", prompt)
-        assert lines.endswith(before.removesuffix("    ret"))
+        assert f"{lines}    ret".endswith(before)
         assert before.endswith("    ret")
         assert after.endswith("<MID>")
         assert lines.startswith(after.removesuffix("<MID>"))
@@ -118,24 +100,18 @@ def test_what_is_too_long_is_cut_at_the_ends_that_are_far_from_the_gap() -> None
 
 
 def test_the_response_is_llama_cpps(front_end: FrontEnd) -> None:
-    answer = filled(front_end)
-    assert answer["tokens_predicted"] == 8
+    answer, again = filled(front_end), filled(front_end)
     assert (answer["stop"], answer["stop_type"], answer["truncated"]) == (True, "limit", False)
-    assert len(answer["content"]) == 8
     timings = answer["timings"]
+    assert answer["tokens_predicted"] == timings["predicted_n"] == len(answer["content"]) == 8
     assert timings["prompt_n"] + timings["cache_n"] == answer["tokens_evaluated"]
-    assert timings["predicted_n"] == 8
     assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 8, abs=0.001)
-    again = filled(front_end)
-    assert again["content"] == answer["content"]
-    assert again["timings"]["prompt_n"] == 1
+    assert (again["content"], again["timings"]["prompt_n"]) == (answer["content"], 1)
     assert filled(front_end, stop=answer["content"][3])["stop_type"] == "word"
-    some = filled(front_end, response_fields=VIM["response_fields"])
-    assert [*some] == ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"]
+    assert [*filled(front_end, response_fields=VIM["response_fields"])] == FIELDS
 
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
-    """The events of a stream."""
     request = front_end.answered({**VIM, "stream": True, "ignore_eos": True, **fields}, "infill")
     return [json.loads(line.removeprefix("data: ")) for line in front_end.text(request).strip().split("\n\n")]
 
@@ -151,9 +127,7 @@ def test_a_request_without_a_temperature_is_greedy_and_may_sample(front_end: Fro
     assert len({filled(front_end, temperature=2, samplers=None)["content"] for _ in range(5)}) > 1
 
 
-def test_the_text_ends_before_a_line_that_is_indented_too_little(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_ends_before_a_line_of_less_indentation(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence is cancelled then; whatever pieces a stream comes in."""
     monkeypatch.setattr(FakeVocabulary, "piece", lambda _self, token: b"\n   ab\n  "[token % 9 :][:1])
     ended = 0
@@ -196,16 +170,9 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
 
 
 def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"input_prefix": 5}, "input_prefix"),
-        ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
-        ({"input_extra": {}}, "input_extra"),
-        ({"prompt": [1]}, "prompt"),
-        ({"n_predict": "a"}, "n_predict"),
-        ({"mirostat": 1}, "mirostat"),
-        ({"n_probs": 3}, "n_probs"),
-        ({"n": 2}, "n"),
-    ]
-    for fields, param in cases:
-        status, error = front_end.refusal({**VIM, **fields}, "infill")
-        assert (status, error["param"]) == (400, param)
+    invalid = {"input_prefix": 5, "input_extra": {}, "prompt": [1], "n_predict": "a", "mirostat": 1, "n_probs": 3}
+    for name, value in {**invalid, "n": 2}.items():
+        status, error = front_end.refusal({**VIM, name: value}, "infill")
+        assert (status, error["param"]) == (400, name)
+    status, error = front_end.refusal({**VIM, "input_extra": [{"text": 5}]}, "infill")
+    assert (status, error["param"]) == (400, "input_extra[0].text")

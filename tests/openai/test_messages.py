@@ -1,7 +1,4 @@
-"""v1/messages and v1/messages/count_tokens: requests become chats, and answers Anthropic's messages and events.
-
-tests/clients/ reads them with Anthropic's client.
-"""
+"""v1/messages: requests become chats, and answers Anthropic's messages and events (tests/clients/ has its client)."""
 
 import json
 from typing import Any
@@ -9,24 +6,23 @@ from typing import Any
 import jsonschema
 import pytest
 
-from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events
+from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events, says
 from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
 from specserve.api.anthropic import MessagesRequest
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 
-ROUTE = "v1/messages"
+ROUTE, COUNT = "v1/messages", "v1/messages/count_tokens"
 HELLO = {"role": "user", "content": "hello"}
 GREEDY: dict[str, Any] = {"messages": [HELLO], "max_tokens": 30, "temperature": 0}
+# The first token is the end token.
+ENDED = {"logit_bias": {"199": 100}}
 READ = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}, "cache_control": {"type": "x"}}
 LIST = {"name": "list", "input_schema": {"type": "object"}, "type": "custom"}
-PARTS: list[Part] = [
-    *(Reasoning("I should "), Reasoning("look.")),
-    *(Text("Let me "), Text("see.")),
-    *(Call(0, "call_a", "read"), Arguments(0, '{"path": '), Arguments(0, '"a.py"}')),
-    Call(1, "call_b", "list"),
-]
+THOUGHT = Reasoning("I should "), Reasoning("look."), Text("Let me "), Text("see.")
+READS = Call(0, "call_a", "read"), Arguments(0, '{"path": '), Arguments(0, '"a.py"}')
+PARTS: list[Part] = [*THOUGHT, *READS, Call(1, "call_b", "list")]
 CONTENT = [
     {"type": "thinking", "thinking": "I should look.", "signature": ""},
     {"type": "text", "text": "Let me see."},
@@ -80,7 +76,6 @@ def accumulated(events: list[Any]) -> Any:
 
 
 def chat_of(**fields: Any) -> ChatRequest:
-    """The chat that a request becomes."""
     return parse_body({**GREEDY, **fields}, MessagesRequest).chat()
 
 
@@ -90,18 +85,16 @@ def messages_of(*messages: Any, **fields: Any) -> list[Any]:
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
-FIELDS: list[dict[str, Any]] = [
-    {"max_tokens": 1},
-    {"logit_bias": {"199": 100}},
-    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
-    {"system": "Be brief.", "top_k": 5, "top_p": 0.9, "metadata": {"user_id": "x" * 600}},
-    {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "high"}},
-    {"context_management": {"edits": []}, "mcp_servers": [], "container": None, "inference_geo": "us", "betas": ["x"]},
-]
-
-
 def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
-    for fields in FIELDS:
+    fields: dict[str, Any]
+    for fields in (
+        {"max_tokens": 1, "inference_geo": "us"},
+        ENDED,
+        {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+        {"system": "Be brief.", "top_k": 5, "top_p": 0.9, "metadata": {"user_id": "x" * 600}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "high"}},
+        {"context_management": {"edits": []}, "mcp_servers": [], "container": None, "betas": ["x"]},
+    ):
         message, same = whole(front_end, **fields), accumulated(streamed(front_end, **fields))
         assert same.keys() == message.keys()
         assert same["usage"]["output_tokens"] == message["usage"]["output_tokens"]
@@ -131,7 +124,7 @@ def test_what_claude_code_says_of_itself_is_no_part_of_the_prompt(front_end: Fro
 def test_stop_reasons(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     ascii_only: dict[str, Any] = {"logit_bias": ASCII_ONLY, "max_tokens": 14}
     text = whole(front_end, **ascii_only)["content"][0]["text"]
-    ended = whole(front_end, logit_bias={"199": 100})
+    ended = whole(front_end, **ENDED)
     assert (ended["stop_reason"], ended["content"]) == ("end_turn", [{"type": "text", "text": ""}])
     cut = whole(front_end, **ascii_only, stop_sequences=["never"])
     assert (cut["stop_reason"], cut["stop_sequence"], cut["content"][0]["text"]) == ("max_tokens", None, text)
@@ -140,7 +133,7 @@ def test_stop_reasons(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> N
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[9:12])
         assert stopped["content"] == [{"type": "text", "text": text[: text.index(text[9:12])]}]
     ScriptedReader(PARTS).install(monkeypatch)
-    assert whole(front_end, tools=[READ, LIST], logit_bias={"199": 100})["stop_reason"] == "tool_use"
+    assert whole(front_end, tools=[READ, LIST], **ENDED)["stop_reason"] == "tool_use"
 
 
 def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,19 +146,16 @@ def test_thinking_text_and_uses_of_tools_are_blocks(front_end: FrontEnd, monkeyp
     assert [delta.get("partial_json") for delta in deltas[4:]] == ['{"path": ', '"a.py"}']
 
 
-def test_a_use_that_is_cut_has_as_much_of_its_input_as_came(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_use_that_is_cut_has_the_input_that_came(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stop sequence cuts it, it is none to run; arguments that are no JSON object end no worker."""
     for arguments, cut, given in (
         ('{"path": "a.p', True, {"path": "a.p"}),
         *((arguments, False, {}) for arguments in ('{"path": "\\ud800"}', '{"path": tru', "[1]", "{" * 1000)),
     ):
         ScriptedReader([Call(0, "call_a", "read"), Arguments(0, arguments)], cut=cut).install(monkeypatch)
-        fields = {"tools": [READ], "logit_bias": {"199": 100}}
-        message = whole(front_end, **fields)
+        message = whole(front_end, tools=[READ], **ENDED)
         assert (message["content"][0]["input"], message["stop_reason"]) == (given, "end_turn" if cut else "tool_use")
-        [delta] = [event["delta"] for event in streamed(front_end, **fields) if "delta" in event][:-1]
+        [delta] = [event["delta"] for event in streamed(front_end, tools=[READ], **ENDED) if "delta" in event][:-1]
         assert delta == {"type": "input_json_delta", "partial_json": arguments}
 
 
@@ -188,16 +178,12 @@ def test_a_conversation_with_tools_becomes_messages_of_a_chat() -> None:
     system, user, assistant, *results, more, reminder = messages
     assert (system, user) == ({"role": "system", "content": "Be brief."}, HELLO)
     assert (assistant["content"], assistant["reasoning_content"]) == ("Let me see.", "I should look.")
-    assert [(call["id"], call["function"]["name"]) for call in assistant["tool_calls"]] == [
-        ("call_a", "read"),
-        ("call_b", "list"),
-    ]
-    assert [json.loads(call["function"]["arguments"]) for call in assistant["tool_calls"]] == [{"path": "a.py"}, {}]
-    assert results == [
-        {"role": "tool", "tool_call_id": "call_a", "content": "1"},
-        {"role": "tool", "tool_call_id": "call_b", "content": "Error: No such directory."},
-        {"role": "tool", "tool_call_id": "call_c", "content": ""},
-    ]
+    first, second = assistant["tool_calls"]
+    assert (first["id"], first["function"]["name"]) == ("call_a", "read")
+    assert (second["id"], second["function"]["name"]) == ("call_b", "list")
+    assert [json.loads(call["function"]["arguments"]) for call in (first, second)] == [{"path": "a.py"}, {}]
+    contents = {"call_a": "1", "call_b": "Error: No such directory.", "call_c": ""}
+    assert results == [{"role": "tool", "tool_call_id": call, "content": text} for call, text in contents.items()]
     assert more == {"role": "user", "content": "Go on."}
     assert reminder == {"role": "system", "content": "Be quick."}
 
@@ -208,23 +194,19 @@ def test_a_text_of_the_assistant_at_the_end_begins_the_answer(front_end: FrontEn
     assert chat_of(messages=[HELLO, begun]).continue_final_message
     assert not chat_of(messages=[HELLO]).continue_final_message
     assert not chat_of(messages=[HELLO, called]).continue_final_message
-    counts = [
-        front_end.ask({"messages": messages}, f"{ROUTE}/count_tokens")["input_tokens"]
-        for messages in ([HELLO], [HELLO, begun])
-    ]
+    plain, longer = (front_end.ask({"messages": said}, COUNT)["input_tokens"] for said in ([HELLO], [HELLO, begun]))
     # The template begins the assistant's message with "assistant: ".
-    assert counts[1] - counts[0] == len("Well,")
+    assert longer - plain == len("Well,")
 
 
 def test_fields_that_are_ignored_are_named_but_for_hints(front_end: FrontEnd) -> None:
     fields = {"context_management": {}, "tools": [{"type": "web_search_20250305", "name": "web_search"}, READ]}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     system = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
-    for route in (ROUTE, "v1/messages/count_tokens"):
+    ignored = {"x-specserve-ignored": "context_management, tools[0].web_search_20250305"}
+    for route in (ROUTE, COUNT):
         request_id = front_end.answered({**GREEDY, **fields, "thinking": thinking, "system": system}, route)
-        assert front_end.headers[request_id] == {
-            "x-specserve-ignored": "context_management, tools[0].web_search_20250305"
-        }
+        assert front_end.headers[request_id] == ignored
 
 
 def test_fields_become_those_of_a_chat() -> None:
@@ -238,10 +220,9 @@ def test_fields_become_those_of_a_chat() -> None:
         thinking={"type": "enabled", "budget_tokens": 1024},
         metadata={"user_id": None, "prompt_family": "code"},
     )
-    assert [tool.model_dump(exclude_none=True)["function"] for tool in chat.tools or []] == [
-        {"name": "read", "description": "Reads.", "parameters": {"type": "object"}},
-        {"name": "list", "parameters": {"type": "object"}},
-    ]
+    read, listing = (tool.model_dump(exclude_none=True)["function"] for tool in chat.tools or [])
+    assert read == {"name": "read", "description": "Reads.", "parameters": {"type": "object"}}
+    assert listing == {"name": "list", "parameters": {"type": "object"}}
     assert chat.model_dump(exclude_none=True)["tool_choice"] == {"type": "function", "function": {"name": "read"}}
     assert (chat.parallel_tool_calls, chat.stop, chat.top_k, chat.max_tokens) == (False, ["a", "b"], 3, 30)
     assert chat.answer_schema == schema
@@ -268,48 +249,40 @@ CLIENT_RUN: dict[str, tuple[list[Any], list[Any]]] = {
 
 def test_tools_that_anthropics_clients_run_are_offered_with_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = FrontEnd(context_length=4096)
-    name = "own"
     for kind, (valid, invalid) in CLIENT_RUN.items():
-        own = {"type": kind, "name": name}
-        [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": name}).tools or []
-        assert (tool.function.name, bool(tool.function.description)) == (name, True)
+        own = {"type": kind, "name": "own"}
+        [tool] = chat_of(tools=[own], tool_choice={"type": "tool", "name": "own"}).tools or []
+        assert (tool.function.name, bool(tool.function.description)) == ("own", True)
         validator = jsonschema.Draft202012Validator(tool.function.parameters or {})
-        assert [validator.is_valid(given) for given in valid + invalid] == [True] * len(valid) + [False] * len(invalid)
-        ScriptedReader([Call(0, "call_a", name), Arguments(0, json.dumps(valid[0]))]).install(monkeypatch)
-        message = whole(front_end, tools=[own], logit_bias={"199": 100})
-        assert message["content"] == [{"type": "tool_use", "id": "call_a", "name": name, "input": valid[0]}]
+        assert all(map(validator.is_valid, valid))
+        assert not any(map(validator.is_valid, invalid))
+        ScriptedReader([Call(0, "call_a", "own"), Arguments(0, json.dumps(valid[0]))]).install(monkeypatch)
+        message = whole(front_end, tools=[own], **ENDED)
+        assert message["content"] == [{"type": "tool_use", "id": "call_a", "name": "own", "input": valid[0]}]
     with pytest.raises(RequestError, match="'computer_20250124'") as refusal:
         chat_of(tools=[READ, {"type": "computer_20250124", "name": "computer"}])
     assert refusal.value.param == "tools"
 
 
-# What cannot be done, and what the error says.
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"messages": []}, "messages"),
-    *(
-        ({"messages": [{"role": "user", "content": content}]}, words)
-        for content, words in (
-            ([{"type": "image", "source": {}}], "'messages[0].content[0]': must be a part of type 'text' or "),
-            ([{"type": "document"}], "messages"),
-            ("\ud800", "messages"),
-            ("x" * 2000, "prompt is too long: 2018 tokens > 1024 maximum"),
-        )
-    ),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
-    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-    ({"tools": [{"name": "", "input_schema": {}}]}, "tools"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
-    ({"model": "claude-opus-9"}, "this server has tiny"),
-    ({"thread": {"type": "new"}}, "keeps no threads"),
-]
-
-
 def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: FrontEnd) -> None:
-    for fields, words in REFUSED:
+    # What cannot be done, and what the error says.
+    for fields, words in (
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        (says([{"type": "image", "source": {}}]), "'messages[0].content[0]': must be a part of type 'text' or "),
+        (says([{"type": "document"}]), "messages"),
+        (says("\ud800"), "messages"),
+        (says("x" * 2000), "prompt is too long: 2018 tokens > 1024 maximum"),
+        (says("x", role="robot"), "messages"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"model": "claude-opus-9"}, "this server has tiny"),
+        ({"thread": {"type": "new"}}, "keeps no threads"),
+    ):
         for stream in (False, True):
             status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
             kind = (404, "not_found_error") if "model" in fields else (400, "invalid_request_error")
@@ -319,7 +292,7 @@ def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: Fr
             assert ("details" in error) == ("thread" in fields)
     assert error["details"] == {"error_code": "thread_unsupported_request"}
     for body in (b"{", b"[]", None):
-        request_id = front_end.answered(body, f"{ROUTE}/count_tokens")
+        request_id = front_end.answered(body, COUNT)
         answer = front_end.answer(request_id)
         assert (front_end.status[request_id], front_end.content_type[request_id]) == (400, "application/json")
         assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
@@ -327,14 +300,9 @@ def test_what_cannot_be_done_is_anthropics_error_before_the_stream(front_end: Fr
 
 def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
     """Agents' prompts are long, and their clients wait some minutes for a first event."""
-    bodies: dict[str, dict[str, Any]] = {
-        "v1/messages": {"messages": [{**HELLO, "content": "abcd" * 30}]},
-        "v1/responses": {"input": "dcba" * 30},
-    }
     firsts = {"message_start", "response.created", "response.in_progress"}
-    for route, body in bodies.items():
-        front_end.post({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
-        front_end.handle_once()
+    for route, body in {ROUTE: says("abcd" * 30), "v1/responses": {"input": "dcba" * 30}}.items():
+        front_end.begin({"prompt": "ab", "max_tokens": 100, "ignore_eos": True}, "v1/completions")
         request = front_end.post({**body, "max_tokens": 5, "ignore_eos": True, "stream": True}, route)
         while not front_end.text(request):
             front_end.handle_once()
@@ -346,14 +314,13 @@ def test_a_stream_begins_while_its_prompt_is_read(front_end: FrontEnd) -> None:
 def test_a_stream_that_fails_ends_with_an_error_event(front_end: FrontEnd) -> None:
     *events, error = named_events(front_end.failed_stream(GREEDY, ROUTE))
     assert (error["type"], error["error"]["type"]) == ("error", "api_error")
-    assert {event["type"] for event in events} <= {
-        *("message_start", "content_block_start", "ping", "content_block_delta")
-    }
+    begun = {"message_start", "content_block_start", "ping", "content_block_delta"}
+    assert {event["type"] for event in events} <= begun
 
 
 def test_tokens_are_counted_without_generating(front_end: FrontEnd) -> None:
     question = {"messages": [HELLO], "system": "Be brief.", "tools": [READ]}
-    counted = front_end.ask(question, f"{ROUTE}/count_tokens")
+    counted = front_end.ask(question, COUNT)
     assert counted == {"input_tokens": whole(front_end, **question)["usage"]["input_tokens"]}
-    _, error = front_end.refusal({**question, "model": "claude"}, f"{ROUTE}/count_tokens")
+    _, error = front_end.refusal({**question, "model": "claude"}, COUNT)
     assert error["type"] == "not_found_error"

@@ -1,44 +1,34 @@
 """Whole responses and events are OpenAI's objects, by the models of its own client; the document lists the routes."""
 
-import json
 from typing import Any
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 
-from front_end import FrontEnd, check
+from front_end import CHATS, COMPLETIONS, FrontEnd, body_of, check
 from specserve.api.openapi import openapi
 
-MESSAGES = [{"role": "user", "content": "hello"}]
-FIELDS: list[dict[str, Any]] = [
-    {},
-    {"n": 2, "speculation": {"sources": True}},
-    {"stop": "e", "prediction": {"type": "content", "content": "hey"}},
-    {"logit_bias": {"199": 100}},
-]
+PREDICTION = {"type": "content", "content": "hey"}
+SOURCES = {"n": 2, "speculation": {"sources": True}}
 
 
 def test_responses_and_events_are_openais_objects() -> None:
     front_end = FrontEnd()
-    for fields in FIELDS:
+    fields: dict[str, Any]
+    for fields in ({}, SOURCES, {"stop": "e", "prediction": PREDICTION}, {"logit_bias": {"199": 100}}):
         for scored in (False, True):
-            options = {**fields, "max_tokens": 8}
-            completion = {"prompt": "hello", **options, **({"logprobs": 2} if scored else {})}
-            chat = {"messages": MESSAGES, **options, **({"logprobs": True, "top_logprobs": 2} if scored else {})}
-            stream = {**chat, "stream": True, "stream_options": {"include_usage": True}}
-            whole = front_end.post(completion)
-            chats = [front_end.post(body, "v1/chat/completions") for body in (chat, stream)]
-            front_end.run()
-            check(Completion, front_end.text(whole))
-            check(ChatCompletion, front_end.text(chats[0]))
-            for event in front_end.events(chats[1]):
-                check(ChatCompletionChunk, json.dumps(event))
-            for request_id in (whole, chats[0]):
-                answer = front_end.answer(request_id)
+            completion = body_of(COMPLETIONS, max_tokens=8, logprobs=2 if scored else None, **fields)
+            chat = body_of(CHATS, max_tokens=8, logprobs=scored, top_logprobs=2 if scored else None, **fields)
+            stream = front_end.post({**chat, "stream": True, "stream_options": {"include_usage": True}}, CHATS)
+            for body, route, kind in ((completion, COMPLETIONS, Completion), (chat, CHATS, ChatCompletion)):
+                answer = front_end.ask(body, route)
+                check(kind, answer)
                 assert [*answer] == ["id", "object", "created", "model", "choices", "usage", "speculation"]
                 more = ["sources"] if "speculation" in fields else []
                 assert [*answer["choices"][0]][2:] == ["logprobs", "finish_reason", *more]
+            for event in front_end.events(stream):
+                check(ChatCompletionChunk, event)
 
 
 def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404() -> None:

@@ -7,13 +7,14 @@ import pytest
 from gguf import GGUFWriter
 
 import tiny_models
+from front_end import says
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest
 
-HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+HELLO = says("Hi")
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +30,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def tokens_of(pair: Pair, prompt: str | list[int], **fields: Any) -> list[int]:
-    """A completion's prompt."""
     return pair.sequence(prompt, **fields).prompt
 
 
-def chat_tokens(pair: Pair, **fields: Any) -> list[int]:
-    """A chat's prompt."""
-    assert pair.chat_template is not None
-    request = parse_body({**HELLO, **fields}, ChatRequest)
-    return Tokenizer(pair.vocabulary, pair.config).chat(request, pair.chat_template.prompt).tokens
+def chat_tokens(pair: Pair, fields: dict[str, Any], template: ChatTemplate | None = None) -> list[int]:
+    """A chat's prompt, by this template or the model's."""
+    template = template or pair.chat_template
+    assert template is not None
+    return Tokenizer(pair.vocabulary, pair.config).chat(parse_body(fields, ChatRequest), template.prompt).tokens
 
 
 def named(pair: Pair, name: str) -> int:
-    """The token with this name."""
     [token] = pair.vocabulary.encode(name, special=True, begin=False)
     return token
 
@@ -69,15 +68,12 @@ def test_a_chat_has_the_bos_tokens_of_its_template_and_one_at_its_beginning(llam
     bos = llama.vocabulary.bos_token() or 0
     again = "{% for m in messages %}{{ bos_token + '[INST]' + m.content + '[/INST]' }}{% endfor %}"
     two = {"messages": HELLO["messages"] * 2}
-    for source, fields, count in (
-        *((begin + tiny_models.ZEPHYR, HELLO, 1) for begin in ("{{ bos_token }}", "<s>", "")),
-        (again, two, 2),
-    ):
-        render = ChatTemplate(source, bos="<s>", eos="</s>").prompt
-        tokens = Tokenizer(llama.vocabulary, llama.config).chat(parse_body(fields, ChatRequest), render).tokens
-        assert (tokens[0], tokens.count(bos)) == (bos, count)
-        if count == 1:
-            assert tokens == llama.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
+    tokens = chat_tokens(llama, two, ChatTemplate(again, bos="<s>", eos="</s>"))
+    assert (tokens[0], tokens.count(bos)) == (bos, 2)
+    for begin in ("{{ bos_token }}", "<s>", ""):
+        tokens = chat_tokens(llama, HELLO, ChatTemplate(begin + tiny_models.ZEPHYR, bos="<s>", eos="</s>"))
+        assert (tokens[0], tokens.count(bos)) == (bos, 1)
+        assert tokens == llama.vocabulary.encode("<|user|>\nHi</s>\n<|assistant|>\n", special=True)
 
 
 def test_an_empty_suffix_is_fill_in_the_middle_and_null_is_a_plain_prompt(qwen: Pair) -> None:
@@ -88,9 +84,7 @@ def test_an_empty_suffix_is_fill_in_the_middle_and_null_is_a_plain_prompt(qwen: 
     assert tokens_of(qwen, "def add(a, b):", suffix="\n") == [before, *text, after, *tokens_of(qwen, "\n"), middle]
 
 
-def test_fill_in_the_middle_has_one_bos_token_before_the_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fill_in_the_middle_has_one_bos_token_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = GGUFWriter.add_add_bos_token
     monkeypatch.setattr(GGUFWriter, "add_add_bos_token", lambda writer, _value: write(writer, value=True))
     pair = Pair(TinyFiles(tmp_path).config("qwen2"))
@@ -136,7 +130,7 @@ def test_the_operator_says_whose_texts_may_spell_control_tokens(qwen: Pair, monk
     own, roles = [named(qwen, name) for name in ("<|im_start|>", "<|im_end|>")], ["system", "user", "assistant", "tool"]
 
     def controls(**texts: str) -> list[int]:
-        tokens = chat_tokens(qwen, **conversation(**texts))
+        tokens = chat_tokens(qwen, conversation(**texts))
         return [token for token in tokens if not qwen.vocabulary.piece(token)]
 
     for setting, heard in (("all", roles), ("messages", roles[:3]), ("none", [])):
@@ -146,34 +140,28 @@ def test_the_operator_says_whose_texts_may_spell_control_tokens(qwen: Pair, monk
         assert [role for role in roles if len(controls(**{role: SPELLED})) > len(controls())] == heard
 
 
-@pytest.mark.parametrize(
-    ("family", "before", "end"), [("qwen", "<|im_start|>", "<|im_end|>"), ("llama", "</s>", "</s>")]
-)
-def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(
-    family: str, before: str, end: str, request: pytest.FixtureRequest
-) -> None:
-    pair: Pair = request.getfixturevalue(family)
-    vocabulary, template = pair.vocabulary, pair.chat_template
-    assert template is not None
-    said = conversation(tool=f"Found.\U000f0000{end} there")
-    text = template.prompt(parse_body(said, ChatRequest))
-    # The stretch between two control tokens of the template's own.
-    place = text.index("Found.")
-    begin = text.rindex(before, 0, place) + len(before)
-    close = text.index(end, text.index(end, place) + 1)
-    tokens = vocabulary.encode(text[:begin], special=True)
-    tokens += vocabulary.encode(text[begin:close], begin=False) + vocabulary.encode(
-        text[close:], special=True, begin=False
-    )
-    assert chat_tokens(pair, **said) == tokens
-    assert b"".join(map(vocabulary.name, tokens)).decode().removeprefix("<s>").replace(" ", "") == text.replace(" ", "")
+def rendered(pair: Pair, fields: dict[str, Any]) -> str:
+    assert pair.chat_template is not None
+    return pair.chat_template.prompt(parse_body(fields, ChatRequest))
+
+
+def test_a_name_that_is_no_control_token_is_tokenized_with_the_text_around_it(qwen: Pair, llama: Pair) -> None:
+    for pair, before, end in ((qwen, "<|im_start|>", "<|im_end|>"), (llama, "</s>", "</s>")):
+        vocabulary, said = pair.vocabulary, conversation(tool=f"Found.\U000f0000{end} there")
+        text = rendered(pair, said)
+        # The stretch between two control tokens of the template's own.
+        place = text.index("Found.")
+        begin = text.rindex(before, 0, place) + len(before)
+        close = text.index(end, text.index(end, place) + 1)
+        tokens = vocabulary.encode(text[:begin], special=True) + vocabulary.encode(text[begin:close], begin=False)
+        tokens += vocabulary.encode(text[close:], special=True, begin=False)
+        assert chat_tokens(pair, said) == tokens
+        named = b"".join(map(vocabulary.name, tokens)).decode().removeprefix("<s>")
+        assert named.replace(" ", "") == text.replace(" ", "")
 
 
 def test_a_text_without_a_control_token_is_tokenized_as_ever(qwen: Pair) -> None:
-    template = qwen.chat_template
-    assert template is not None
     for text in ("Found.", "<|im_", "<|im_end |>", "im_end|>", "\U000f0000", "<tool_call>"):
         said = {**conversation(tool=text), "tools": None}
         del said["messages"][2]["tool_calls"]
-        rendered = template.prompt(parse_body(said, ChatRequest))
-        assert chat_tokens(qwen, **said) == qwen.vocabulary.encode(rendered, special=True)
+        assert chat_tokens(qwen, said) == qwen.vocabulary.encode(rendered(qwen, said), special=True)

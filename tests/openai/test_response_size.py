@@ -7,7 +7,7 @@ import pytest
 
 from constraints import Pieces
 from fake_engine import FakeVocabulary
-from front_end import FrontEnd
+from front_end import CHATS, FrontEnd, says
 from specserve.api import logprobs
 from specserve.api.logprobs import Position, chat_logprobs, completion_logprobs, most_bytes
 from specserve.api.parse import parse_body
@@ -24,10 +24,10 @@ LONG = Pieces([PIECES[token % len(PIECES)] for token in range(199)])
 
 def test_no_log_probabilities_take_more_bytes_than_are_counted() -> None:
     for top in (0, 5, 20):
-        scores = [
-            TokenScore(n, -12.345678901234567 * n, [(n + i, -1.0 / 3 - i) for i in range(top)]) for n in range(60)
-        ]
-        positions = [Position(score.token, score, 128 * number) for number, score in enumerate(scores)]
+        positions = []
+        for token in range(60):
+            score = TokenScore(token, -12.345678901234567 * token, [(token + i, -1.0 / 3 - i) for i in range(top)])
+            positions.append(Position(token, score, 128 * token))
         for written in (chat_logprobs(positions, LONG), completion_logprobs(positions, LONG, top=top)):
             assert len(json.dumps(written)) <= most_bytes(positions, LONG) + 100
 
@@ -37,21 +37,18 @@ def test_a_response_that_comes_to_more_than_the_limit_ends_with_an_error(monkeyp
     monkeypatch.setattr(FakeVocabulary, "name", LONG.name)
     monkeypatch.setattr(logprobs, "MAX_RESPONSE_BYTES", 2**19)
     spaces = [token for token in range(199) if not token % len(PIECES)]
-    messages = [{"role": "user", "content": "hi"}]
-    body = {"messages": messages, "n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    body = {**says("hi"), "n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     for stream in (False, True):
         front_end = FrontEnd()
-        large = front_end.post({**body, "stream": stream, "allowed_token_ids": spaces}, "v1/chat/completions")
-        small = front_end.answered({**body, "n": 1, "max_tokens": 4}, "v1/chat/completions")
-        assert front_end.status[small] == 200
+        large = front_end.post({**body, "stream": stream, "allowed_token_ids": spaces}, CHATS)
+        assert front_end.ask({**body, "n": 1, "max_tokens": 4}, CHATS)["choices"]
         answer = front_end.events(large)[-1] if stream else front_end.answer(large)
         assert answer["error"]["code"] == "response_too_large"
         assert len(front_end.text(large)) < 2**20
 
 
 def test_a_response_that_is_expected_to_be_too_large_is_refused_at_once() -> None:
-    wide = CONFIG.model_copy(update={"context_length": 4096})
-    vast = CONFIG.model_copy(update={"context_length": 200_000})
+    wide, vast = (CONFIG.model_copy(update={"context_length": length}) for length in (4096, 200_000))
     scored: dict[str, Any] = {"max_tokens": 4000, "logprobs": 5}
     echo: dict[str, Any] = {"echo": True, "max_tokens": 0}
     for fields, config, param in (
@@ -72,10 +69,9 @@ def test_an_answer_without_a_limit_is_as_long_as_its_response_has_room() -> None
     config = CONFIG.model_copy(update={"context_length": 32768})
 
     def most(**fields: Any) -> int:
-        request = parse_body({"messages": [{"role": "user", "content": "a"}], **fields}, ChatRequest)
-        [[sequence, *_]] = generations_of(
-            request, [Tokenizer(VOCABULARY, config).chat(request, lambda *_: "a")], config
-        )
+        request = parse_body({**says("a"), **fields}, ChatRequest)
+        prompt = Tokenizer(VOCABULARY, config).chat(request, lambda *_: "a")
+        [[sequence, *_]] = generations_of(request, [prompt], config)
         return sequence.max_tokens
 
     assert most() == most(logprobs=True) == 32767

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 import test_messages
 from front_end import ASCII_ONLY, FrontEnd, ScriptedReader, named_events
-from specserve.api.answer import Arguments, Call, Part, Reasoning, Text
+from specserve.api.answer import Arguments, Call, Part
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.api.responses import ResponsesRequest
@@ -18,16 +18,13 @@ from specserve.errors import RequestError
 
 ROUTE = "v1/responses"
 GREEDY: dict[str, Any] = {"input": "hello", "max_output_tokens": 30, "temperature": 0}
+SHORT = {**GREEDY, "max_output_tokens": 2}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TEXT = {"type": "input_text", "text": "a"}
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
-PARTS: list[Part] = [
-    *(Reasoning("I should "), Reasoning("look.")),
-    *(Text("Let me "), Text("see.")),
-    *(Call(0, "call_a", "read"), Arguments(0, '{"path": '), Arguments(0, '"a.py"}')),
-    *(Call(1, "call_b", "patch"), Arguments(1, '{"input": "+ a\\n'), Arguments(1, '+ b"}')),
-]
+PATCHES = Call(1, "call_b", "patch"), Arguments(1, '{"input": "+ a\\n'), Arguments(1, '+ b"}')
+PARTS: list[Part] = [*test_messages.THOUGHT, *test_messages.READS, *PATCHES]
 
 
 @pytest.fixture
@@ -60,9 +57,12 @@ def timeless(response: Any) -> Any:
 
 
 def chat_of(**fields: Any) -> ChatRequest:
-    """The chat that a request becomes."""
     request = parse_body({"input": "hello", **fields}, ResponsesRequest)
     return request.chat(request.messages())
+
+
+def names_of(chat: ChatRequest) -> list[str]:
+    return [tool.function.name for tool in chat.tools or []]
 
 
 def messages_of(**fields: Any) -> list[Any]:
@@ -70,17 +70,15 @@ def messages_of(**fields: Any) -> list[Any]:
     return [message.model_dump(exclude_none=True) for message in chat_of(**fields).messages]
 
 
-FIELDS: list[dict[str, Any]] = [
-    {},
-    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
-    {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}},
-    {"metadata": {"a": "b"}, "user": "u", "store": False, "parallel_tool_calls": False, "truncation": "auto"},
-    {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "seed": 1},
-]
-
-
 def test_what_is_streamed_is_what_is_whole(front_end: FrontEnd) -> None:
-    for fields in FIELDS:
+    fields: dict[str, Any]
+    for fields in (
+        {},
+        {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}}},
+        {"metadata": {"a": "b"}, "user": "u", "store": False, "parallel_tool_calls": False, "truncation": "auto"},
+        {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "seed": 1},
+    ):
         answer, events = whole(front_end, **fields), streamed(front_end, **fields)
         assert timeless(events[-1]["response"]) == timeless(answer), fields
         assert events[-1]["type"] == f"response.{answer['status']}"
@@ -101,9 +99,7 @@ def test_a_response_repeats_its_request_and_counts_tokens(front_end: FrontEnd) -
     assert again["usage"]["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
 
 
-def test_an_answer_that_is_cut_is_incomplete_and_one_that_ends_is_complete(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_incomplete_if_it_is_cut(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = whole(front_end)
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in cut["output"]] == ["incomplete"]
@@ -117,9 +113,7 @@ def test_an_answer_that_is_cut_is_incomplete_and_one_that_ends_is_complete(
     assert response["output"][0]["status"] == "incomplete"
 
 
-def test_reasoning_text_and_calls_are_items_with_openais_events(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_text_and_calls_are_openais_items(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     ScriptedReader(PARTS).install(monkeypatch)
     fields = {"tools": [READ, PATCH], "logit_bias": {"199": 1}}
     answer = whole(front_end, **fields)
@@ -132,11 +126,9 @@ def test_reasoning_text_and_calls_are_items_with_openais_events(
     assert [item["status"] for item in answer["output"]] == [*["completed"] * 3, "incomplete"]
     events = streamed(front_end, **fields)
     assert timeless(events[-1]["response"])["output"] == timeless(answer)["output"]
-    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == events[-1][
-        "response"
-    ]["output"]
-    part = ["output_item.added", "content_part.added"]
-    ends = ["content_part.done", "output_item.done"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    part, ends = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
     assert [event["type"].removeprefix("response.") for event in events[:-1]] == [
         *("created", "in_progress"),
         *(*part, "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", *ends),
@@ -158,9 +150,8 @@ def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == response["usage"]["output_tokens"]
 
 
-def test_an_answer_is_sent_back_as_one_message_with_its_calls(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_comes_back_as_one_message(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its calls."""
     ScriptedReader(PARTS).install(monkeypatch)
     items: list[Any] = [{"role": "user", "content": "hello"}]
     for _ in range(2):
@@ -177,36 +168,28 @@ def test_an_answer_is_sent_back_as_one_message_with_its_calls(
     assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_a"), ("tool", "call_b")]
 
 
-SUMMARY = {"type": "summary_text", "text": "Well."}
-# The input of a request, and the roles and contents of its chat's messages.
-CHATS: list[tuple[Any, list[tuple[str, str | None]]]] = [
-    ("hello", [("user", "hello")]),
-    ([{"role": "user", "content": "hello"}], [("user", "hello")]),
-    ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
-    (
-        [
-            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
-            {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
-            {"role": "assistant", "content": "There."},
-            {"type": "reasoning", "summary": [SUMMARY]},
-        ],
-        [("assistant", "Hi."), ("assistant", "There.")],
-    ),
-    (
-        [
-            {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
-            # `local_shell` may name its call so, and `apply_patch` may have no text.
-            {"type": "local_shell_call_output", "id": "c", "output": "b"},
-            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
-        ],
-        [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")],
-    ),
-]
-
-
 def test_items_become_messages() -> None:
-    for items, expected in CHATS:
+    said = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "annotations": []}]},
+        {"role": "assistant", "content": "There."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Well."}]},
+    ]
+    called = [
+        {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [TEXT, TEXT]},
+        # `local_shell` may name its call so, and `apply_patch` may have no text.
+        {"type": "local_shell_call_output", "id": "c", "output": "b"},
+        {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+    ]
+    # The input of a request, and the roles and contents of its chat's messages.
+    for items, expected in (
+        ("hello", [("user", "hello")]),
+        ([{"role": "user", "content": "hello"}], [("user", "hello")]),
+        ([{"type": "message", "content": [TEXT]}], [("user", "a")]),
+        (said, [("assistant", "Hi."), ("assistant", "There.")]),
+        (called, [("assistant", None), ("tool", "aa"), ("tool", "b"), ("tool", "failed")]),
+    ):
         messages = messages_of(input=items)
         assert [(message["role"], message.get("content")) for message in messages] == expected
         assert {message["tool_call_id"] for message in messages if message["role"] == "tool"} <= {"c"}
@@ -226,108 +209,82 @@ def test_the_fields_of_other_routes_keep_their_meaning() -> None:
 
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "object", "properties": {}}
+    numbers = {"max_output_tokens": 7, "top_p": 0.5, "seed": 3}
     chat = chat_of(
+        parallel_tool_calls=False,
         tools=[READ, PATCH],
         tool_choice={"type": "function", "name": "read"},
-        parallel_tool_calls=False,
         text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}},
-        max_output_tokens=7,
-        top_p=0.5,
-        seed=3,
         reasoning={"effort": "low"},
+        **numbers,
     )
-    assert [tool.function.name for tool in chat.tools or []] == ["read", "patch"]
-    told = {"tool_choice", "max_tokens", "top_p", "seed", "reasoning_effort"}
-    assert chat.model_dump(include=told, exclude_none=True) == {
-        "tool_choice": {"type": "function", "function": {"name": "read"}},
-        "max_tokens": 7,
-        "top_p": 0.5,
-        "seed": 3,
-        "reasoning_effort": "low",
-    }
+    assert names_of(chat) == ["read", "patch"]
+    read = {"type": "function", "function": {"name": "read"}}
+    assert chat.model_dump(include={"tool_choice"}, exclude_none=True) == {"tool_choice": read}
+    assert (chat.max_tokens, chat.top_p, chat.seed, chat.reasoning_effort) == (7, 0.5, 3, "low")
     assert chat.parallel_tool_calls is False
     assert chat.answer_schema == schema
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
     chosen = chat_of(tools=[READ], tool_choice=allowed).model_dump(exclude_none=True)["tool_choice"]["allowed_tools"]
-    assert chosen == {"mode": "required", "tools": [{"type": "function", "function": {"name": "read"}}]}
+    assert chosen == {"mode": "required", "tools": [read]}
 
 
 def test_a_custom_tool_is_a_function_of_its_input_that_knows_its_grammar() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
     [tool] = chat_of(tools=[{**PATCH, "format": grammar}]).tools or []
-    assert tool.function.parameters == {
-        "type": "object",
-        "properties": {"input": {"type": "string"}},
-        "required": ["input"],
-    }
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    assert tool.function.parameters == schema
     assert tool.function.description == "Edits files.\nThe input follows this grammar:\nstart: /a+/"
 
 
 def test_tools_of_providers_servers_are_ignored_unless_the_request_demands_one() -> None:
     openais = ("web_search", "file_search", "code_interpreter", "mcp", "tool_search")
     anthropics = ("web_search_20250305", "web_fetch_20250910", "code_execution_20250825")
+    named: dict[str, Any] = {"type": "tool", "name": "x"}
     protocols: list[tuple[Any, Any, str, Any, Any]] = [
         *((chat_of, READ, kind, {"type": kind}, "required") for kind in openais),
-        *(
-            (test_messages.chat_of, test_messages.READ, kind, {"type": "tool", "name": "x"}, {"type": "any"})
-            for kind in anthropics
-        ),
+        *((test_messages.chat_of, test_messages.READ, kind, named, {"type": "any"}) for kind in anthropics),
     ]
     for chat, own, kind, this, any_tool in protocols:
         hosted = {"type": kind, "name": "x", "anything": {"else": 1}}
-        assert [tool.function.name for tool in chat(tools=[hosted, own]).tools or []] == ["read"]
+        assert names_of(chat(tools=[hosted, own])) == ["read"]
         assert chat(tools=[hosted]).tools is None
         for tools, choice in (([hosted, own], this), ([hosted], any_tool)):
             with pytest.raises(RequestError) as refusal:
                 chat(tools=tools, tool_choice=choice)
             assert refusal.value.param == "tool_choice"
     shells = [{"type": "shell", "environment": {"type": kind}} for kind in ("container_auto", "local")]
-    assert [[tool.function.name for tool in chat_of(tools=[shell]).tools or []] for shell in shells] == [[], ["shell"]]
+    assert [names_of(chat_of(tools=[shell])) for shell in shells] == [[], ["shell"]]
 
 
-NAMESPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [READ, PATCH]}
-
-
-def test_the_tools_of_a_namespace_are_functions_whose_calls_have_it(
-    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_a_namespaces_tools_name_it(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Codex has them; the same name may be that of another tool."""
-    tools = [READ, NAMESPACE]
-    assert [tool.function.name for tool in chat_of(tools=tools).tools or []] == ["read", "crm__read", "crm__patch"]
-    parts: list[Part] = [
-        Call(0, "call_a", "crm__read"),
-        Arguments(0, "{}"),
-        Call(1, "call_b", "read"),
-        Arguments(1, "{}"),
-    ]
-    ScriptedReader([*parts, Call(2, "call_c", "crm__patch"), Arguments(2, '{"input": "+"}')]).install(monkeypatch)
+    tools = [READ, {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [READ, PATCH]}]
+    assert names_of(chat_of(tools=tools)) == ["read", "crm__read", "crm__patch"]
+    calls = {"crm__read": "{}", "read": "{}", "crm__patch": '{"input": "+"}'}
+    parts: list[Part] = []
+    for index, (name, arguments) in enumerate(calls.items()):
+        parts += [Call(index, f"call_{index}", name), Arguments(index, arguments)]
+    ScriptedReader(parts).install(monkeypatch)
     response = whole(front_end, tools=tools)
-    assert [(call["type"], call["name"], call.get("namespace")) for call in response["output"]] == [
-        ("function_call", "read", "crm"),
-        ("function_call", "read", None),
-        ("custom_tool_call", "patch", "crm"),
-    ]
+    own, others, custom = ((call["type"], call["name"], call.get("namespace")) for call in response["output"])
+    assert (own, others) == (("function_call", "read", "crm"), ("function_call", "read", None))
+    assert custom == ("custom_tool_call", "patch", "crm")
     assert timeless(streamed(front_end, tools=tools)[-1]["response"])["output"] == timeless(response)["output"]
     [message] = messages_of(input=response["output"], tools=tools)
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["crm__read", "read", "crm__patch"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == [*calls]
 
 
+EXITED = '{"stdout":"a.py","stderr":"","outcome":{"type":"exit","exit_code":0}}'
 # Tools that clients run: the field of their arguments, these, an output, and what the model reads of it.
 CLIENT_RUN: dict[str, tuple[str, Any, Any, str]] = {
-    "shell": (
-        "action",
-        {"commands": ["ls"], "timeout_ms": 100},
-        [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
-        '{"stdout":"a.py","stderr":"","outcome":{"type":"exit","exit_code":0}}',
-    ),
+    "shell": ("action", {"commands": ["ls"], "timeout_ms": 100}, [json.loads(EXITED)], EXITED),
     "local_shell": ("action", {"type": "exec", "command": ["ls"], "env": {}}, "a.py", "a.py"),
     "apply_patch": ("operation", {"type": "update_file", "path": "a.py", "diff": "@@\n-a\n+b"}, "done", "done"),
 }
 
 
-def test_tools_that_openais_clients_run_are_offered_and_called_in_their_own_items(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_calls_of_tools_that_openais_clients_run_are_items_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = FrontEnd(context_length=2048)
     for kind, (field, arguments, output, text) in CLIENT_RUN.items():
         [tool] = chat_of(tools=[{"type": kind}], tool_choice={"type": kind}).tools or []
@@ -354,43 +311,39 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
     request_id = front_end.answered({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
-    ignored = "text.fromat, text.verbosity, reasoning.sumary, tools[1].web_search"
-    assert front_end.headers[request_id] == {
-        "x-specserve-ignored": f"moderation, tools[1].external_web_access, {ignored}"
-    }
+    ignored = "moderation, tools[1].external_web_access, text.fromat, text.verbosity, reasoning.sumary"
+    assert front_end.headers[request_id] == {"x-specserve-ignored": f"{ignored}, tools[1].web_search"}
 
 
-IMAGE = [TEXT, {"type": "input_image", "image_url": "x"}]
-# What cannot be done, the field that the error names, and what it says.
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": None}, "input", ""),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not supported."),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "'web_search_call'"),
-    (
-        {"input": [{"role": "user", "content": IMAGE}]},
-        "input[0].content[1]",
-        "; images, audio and files are not supported.",
-    ),
-    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "'developer'"),
-    ({"input": "\ud800"}, "input", ""),
-    ({"background": True}, "background", ""),
-    ({"conversation": "conv_1"}, "conversation", "not supported"),
-    ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
-    ({"n": 2}, "n", ""),
-    ({"top_logprobs": 1}, "top_logprobs", ""),
-    ({"include": ["message.output_text.logprobs"]}, "include", "v1/chat/completions"),
-    ({"temperature": 3}, "temperature", ""),
-    ({"tools": [{"type": "function"}]}, "tools[0].function.name", ""),
-    ({"tool_choice": "sometimes"}, "tool_choice", ""),
-    ({"text": {"format": {"type": "xml"}}}, "text.format", ""),
-    ({"input": "x" * 2000}, "input", "maximum context length"),
-    ({"max_output_tokens": -1}, "max_output_tokens", ""),
-    ({"model": "gpt-9"}, "model", "this server has tiny"),
-]
+IMAGE = {"role": "user", "content": [TEXT, {"type": "input_image", "image_url": "x"}]}
+UNUSABLE: dict[str, Any] = {
+    "input": None,
+    "background": True,
+    "n": 2,
+    "top_logprobs": 1,
+    "temperature": 3,
+    "tool_choice": "sometimes",
+}
 
 
 def test_what_cannot_be_done_is_openais_error_before_the_stream(front_end: FrontEnd) -> None:
-    for fields, param, words in REFUSED:
+    # What cannot be done, the field that the error names, and what it says.
+    for fields, param, words in (
+        *(({field: value}, field, "") for field, value in UNUSABLE.items()),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not supported."),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "'web_search_call'"),
+        ({"input": [IMAGE]}, "input[0].content[1]", "; images, audio and files are not supported."),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "'developer'"),
+        ({"input": "\ud800"}, "input", ""),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "v1/chat/completions"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", ""),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", ""),
+        ({"input": "x" * 2000}, "input", "maximum context length"),
+        ({"max_output_tokens": -1}, "max_output_tokens", ""),
+        ({"model": "gpt-9"}, "model", "this server has tiny"),
+    ):
         for stream in (False, True):
             status, error = front_end.refusal({**GREEDY, **fields, "stream": stream}, ROUTE)
             assert (status, error["type"]) == (404 if "model" in fields else 400, "invalid_request_error"), fields
@@ -421,32 +374,24 @@ def test_a_response_continues_one_that_the_server_has_kept(front_end: FrontEnd) 
     assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
 
 
-def gone(front_end: FrontEnd, response_id: str, **options: Any) -> bool:
+def gone(front_end: FrontEnd, response_id: str, **headers: str) -> bool:
     """Whether a client cannot continue a response."""
-    request_id = front_end.post(
-        {**GREEDY, "max_output_tokens": 2, "store": False, "previous_response_id": response_id}, ROUTE, **options
-    )
-    front_end.run()
-    answer = front_end.answer(request_id)
-    return bool(answer["error"] and answer["error"]["code"] == "previous_response_not_found")
+    error = front_end.ask({**SHORT, "store": False, "previous_response_id": response_id}, ROUTE, **headers)["error"]
+    return bool(error and error["code"] == "previous_response_not_found")
 
 
 def test_a_response_is_kept_for_the_clients_with_its_api_key_alone(front_end: FrontEnd) -> None:
-    kept = front_end.ask({**GREEDY, "max_output_tokens": 2}, ROUTE, key="mine")["id"]
-    assert gone(front_end, kept, key="other")
-    assert not gone(front_end, kept, key="mine")
+    kept = front_end.ask(SHORT, ROUTE, authorization="Bearer mine")["id"]
+    assert gone(front_end, kept, authorization="Bearer other")
+    assert not gone(front_end, kept, authorization="Bearer mine")
 
 
 def test_the_responses_that_were_used_last_are_kept(front_end: FrontEnd) -> None:
-    short = {"max_output_tokens": 2}
-    first, second = (whole(front_end, **short)["id"] for _ in range(2))
-    unstored = whole(front_end, **short, store=False)["id"]
-    used = whole(front_end, **short, previous_response_id=first)["id"]
-    assert [gone(front_end, each) for each in (second, unstored, "resp_never", first, used)] == [
-        *[True] * 3,
-        False,
-        False,
-    ]
+    first, second = (whole(front_end, **SHORT)["id"] for _ in range(2))
+    unstored = whole(front_end, **SHORT, store=False)["id"]
+    used = whole(front_end, **SHORT, previous_response_id=first)["id"]
+    assert all(gone(front_end, each) for each in (second, unstored, "resp_never"))
+    assert not any(gone(front_end, each) for each in (first, used))
 
 
 def test_a_server_without_a_store_says_so() -> None:

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from constraints import Pieces
-from front_end import ASCII_ONLY, FrontEnd
+from front_end import ASCII_ONLY, CHATS, COMPLETIONS, FrontEnd, body_of, text_of
 from specserve.core.text_sequence import TextParams, TextSequence
 from specserve.sequence import SamplingParams, Source, SpeculationParams
 from test_detokenizer import split
 
 WITH_SOURCES = {"sources": True}
-BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-CHAT: dict[str, Any] = {key: value for key, value in BODY.items() if key != "prompt"}
-CHAT["messages"] = [{"role": "user", "content": "hello"}]
+GREEDY: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+BODY, CHAT = body_of(COMPLETIONS, **GREEDY), body_of(CHATS, **GREEDY)
 
 
 def generation_of(pieces: list[bytes], stops: list[str]) -> TextSequence:
@@ -25,25 +24,18 @@ def generation_of(pieces: list[bytes], stops: list[str]) -> TextSequence:
     return TextSequence([0], SamplingParams(), SpeculationParams(), Pieces(pieces), TextParams(stops), **options)
 
 
-def text_of(event: Any) -> str:
-    """The text of a chunk, on either route."""
-    choice = event["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+def joined(choices: list[Any]) -> str:
+    """The pieces of choices, or of chunks of one."""
+    return "".join(piece for choice in choices for piece, _ in choice["sources"])
 
 
-def joined(sources: list[list[str]]) -> str:
-    return "".join(piece for piece, _ in sources)
+STOPS = st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3)
+ROUNDS = st.lists(st.integers(1, 4), min_size=60, max_size=60)
 
 
-@given(
-    st.text(alphabet="ab🙂é世", max_size=20),
-    st.lists(st.integers(0, 100)),
-    st.lists(st.text("ab🙂", min_size=1, max_size=4), max_size=3),
-    st.lists(st.integers(1, 4), min_size=60, max_size=60),
-)
-def test_the_source_of_a_character_is_that_of_the_token_with_its_last_byte(
-    text: str, cuts: list[int], stops: list[str], rounds: list[int]
-) -> None:
+@given(st.text(alphabet="ab🙂é世", max_size=20), st.lists(st.integers(0, 100)), STOPS, ROUNDS)
+def test_the_source_of_a_character(text: str, cuts: list[int], stops: list[str], rounds: list[int]) -> None:
+    """It is that of the token with the character's last byte."""
     pieces = [piece for piece in split(text.encode(), cuts) if piece]
     names: list[Source] = [("model", "lookup", "target")[index % 3] for index in range(len(pieces))]
     by_byte = [name for piece, name in zip(pieces, names, strict=True) for _ in piece]
@@ -77,43 +69,38 @@ def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None
     assert sequence.by_source() == [("a", "model"), ("\ufffd", "target")]
 
 
-@pytest.mark.parametrize(
-    ("route", "echo"), [("v1/completions", False), ("v1/completions", True), ("v1/chat/completions", False)]
-)
+def answered(front_end: FrontEnd, body: dict[str, Any], route: str) -> tuple[list[Any], Any]:
+    """The chunks of a stream and the choice of the whole response."""
+    stream, whole = (front_end.post({**body, "stream": stream}, route) for stream in (True, False))
+    front_end.run()
+    [choice] = front_end.answer(whole)["choices"]
+    return [chunk for event in front_end.events(stream) for chunk in event["choices"]], choice
+
+
+@pytest.mark.parametrize(("route", "echo"), [(COMPLETIONS, False), (COMPLETIONS, True), (CHATS, False)])
 def test_the_pieces_of_a_chunk_join_to_its_text(route: str, *, echo: bool) -> None:
     """Half of the fake model's tokens are bytes of multi-byte characters, most of them in invalid sequences."""
     front_end = FrontEnd()
-    body = CHAT if "chat" in route else {**BODY, "echo": echo}
-    plain = front_end.answered({**body, "stream": True}, route)
-    text = "".join(map(text_of, front_end.events(plain)))
+    body = CHAT if route == CHATS else {**BODY, "echo": echo}
+    text = "".join(map(text_of, answered(front_end, body, route)[0]))
     for stops in ([], [text[3:6]], [text[20:22], text[20:25] + "\0"]):
-        fields = {**body, "stop": stops, "speculation": WITH_SOURCES}
-        stream, whole = (front_end.post({**fields, "stream": stream}, route) for stream in (True, False))
-        front_end.run()
-        events = front_end.events(stream)
-        assert [joined(event["choices"][0]["sources"]) for event in events] == [*map(text_of, events)]
-        streamed = "".join(map(text_of, events))
-        assert text.startswith(streamed)
-        sources = front_end.answer(whole)["choices"][0]["sources"]
-        assert joined(sources) == streamed
-        assert (sources[0] == ["hello", "prompt"]) is echo
+        chunks, whole = answered(front_end, {**body, "stop": stops, "speculation": WITH_SOURCES}, route)
+        assert [joined([chunk]) for chunk in chunks] == [*map(text_of, chunks)]
+        assert text.startswith(joined(chunks))
+        assert joined([whole]) == joined(chunks)
+        assert (whole["sources"][0] == ["hello", "prompt"]) is echo
 
 
 def test_no_piece_is_lost_where_text_is_held_back_since_a_call_may_follow() -> None:
-    front_end = FrontEnd(context_length=1024)
     tools = [{"type": "function", "function": {"name": "read"}}]
     # Whitespace and the beginning of a tag are held back, in most rounds all that is new.
     held = list(map(ord, " \n<a"))
     body = {**CHAT, "tools": tools, "allowed_token_ids": held, "speculation": WITH_SOURCES}
-    stream = front_end.post({**body, "stream": True}, "v1/chat/completions")
-    whole = front_end.answered(body, "v1/chat/completions")
-    events = front_end.events(stream)
-    text = "".join(map(text_of, events))
+    chunks, whole = answered(FrontEnd(context_length=1024), body, CHATS)
+    text = "".join(map(text_of, chunks))
     assert len(text) == 40
-    assert any(joined(event["choices"][0]["sources"]) != text_of(event) for event in events), "nothing was held back"
-    assert "".join(joined(event["choices"][0]["sources"]) for event in events) == text
-    choice = front_end.answer(whole)["choices"][0]
-    assert joined(choice["sources"]) == text == choice["message"]["content"]
+    assert any(joined([chunk]) != text_of(chunk) for chunk in chunks), "nothing was held back"
+    assert joined(chunks) == joined([whole]) == text == text_of(whole)
 
 
 def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> None:
@@ -125,12 +112,12 @@ def test_accepted_prediction_tokens_and_the_targets_have_different_sources() -> 
     found = []
     for content in (text, wrong):
         prediction = {"type": "content", "content": content}
-        answer = front_end.ask({**body, "prediction": prediction, "speculation": options})
-        found.append(answer["choices"][0]["sources"])
-        assert joined(found[-1]) == text
+        choices = front_end.ask({**body, "prediction": prediction, "speculation": options})["choices"]
+        assert joined(choices) == text
+        found.append([source for _, source in choices[0]["sources"]])
     # The prefill gives the first token; then every round gives three accepted ones and a bonus token.
-    assert [source for _, source in found[0]] == ["prediction" if position % 4 else "target" for position in range(13)]
-    assert [source for _, source in found[1][5:7]] == ["prediction", "target"]
+    assert found[0] == ["prediction" if position % 4 else "target" for position in range(13)]
+    assert found[1][5:7] == ["prediction", "target"]
 
 
 def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
@@ -139,9 +126,7 @@ def test_sources_agree_with_the_counts_of_the_speculation_object() -> None:
         options = {"mode": "fixed", "gamma": 3, "drafter": drafter, **WITH_SOURCES}
         answer = front_end.ask({**BODY, "logit_bias": ASCII_ONLY, "max_tokens": 120, "speculation": options})
         counts = Counter(name for _, name in answer["choices"][0]["sources"])
-        accepted = {name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()}
+        accepted = Counter({name: tally["accepted"] for name, tally in answer["speculation"]["drafters"].items()})
         assert counts.total() == 120
-        assert {name: count for name, count in accepted.items() if count} == {
-            name: count for name, count in counts.items() if name != "target"
-        }
+        assert accepted == Counter({**counts, "target": 0})
         assert drafter == "lookup" or counts["model"] > 0

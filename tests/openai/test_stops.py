@@ -1,5 +1,6 @@
 """What ends an answer: stop strings, stop tokens, and a time limit."""
 
+from time import monotonic
 from typing import Any
 
 from constraints import BYTES, Pieces
@@ -17,14 +18,11 @@ def spelled(text: str) -> list[int]:
 
 
 def written(
-    stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, **more: Any
+    stops: list[str], tokens: list[int], *, rounds: int = 1, min_tokens: int = 0, clock: Any = monotonic, **more: Any
 ) -> tuple[TextSequence, list[str]]:
     """A sequence that has been given these tokens, some in each round, and the texts it released."""
-    clock = {"clock": more.pop("clock")} if "clock" in more else {}
-    sampling, text = SamplingParams(min_tokens=min_tokens), TextParams(stops, **more)
-    sequence = TextSequence(
-        [0], sampling, SpeculationParams(), VOCABULARY, text, max_tokens=len(tokens), top_logprobs=0, **clock
-    )
+    params = SamplingParams(min_tokens=min_tokens), SpeculationParams(), VOCABULARY, TextParams(stops, **more)
+    sequence = TextSequence([0], *params, max_tokens=len(tokens), top_logprobs=0, clock=clock)
     texts = []
     for begin in range(0, len(tokens), rounds):
         if sequence.done:
@@ -38,22 +36,19 @@ def written(
     return sequence, texts
 
 
-# By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
-STOPPED: list[tuple[list[str], str, str, str, int | None]] = [
-    (["two", "never"], "one two three", "one ", "two", 7),
-    (["wo", "two"], "one two three", "one ", "two", 7),
-    (["tw", "thr"], "one t", "one t", "", None),
-    (["aab"], "aaab", "a", "aab", 4),
-    # A control token is no text.
-    (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
-    # Of several the first to end, and of these the longest.
-    (["two", "ne"], "one two", "o", "ne", 3),
-    (["e", "ne"], "one two", "o", "ne", 3),
-]
-
-
 def test_text_ends_before_the_stop_string_which_the_generation_knows() -> None:
-    for stops, output, text, stop, length in STOPPED:
+    # By stop strings and output: its text, the stop string that ended it, and the tokens of the answer.
+    for stops, output, text, stop, length in (
+        (["two", "never"], "one two three", "one ", "two", 7),
+        (["wo", "two"], "one two three", "one ", "two", 7),
+        (["tw", "thr"], "one t", "one t", "", None),
+        (["aab"], "aaab", "a", "aab", 4),
+        # A control token is no text.
+        (["onetwo"], "one<|bb|>two", "", "onetwo", 7),
+        # Of several the first to end, and of these the longest.
+        (["two", "ne"], "one two", "o", "ne", 3),
+        (["e", "ne"], "one two", "o", "ne", 3),
+    ):
         for rounds in ROUNDS:
             tokens = spelled(output)
             sequence, texts = written(stops, tokens, rounds=rounds)
@@ -112,12 +107,8 @@ def test_control_tokens_are_spelled_if_the_request_wants_them() -> None:
 
 def test_after_its_time_an_answer_ends_with_its_line() -> None:
     """The time begins with the first token, and is read at each line break."""
-    for output, text in (
-        ("a\nbcd\ne\nf", "a\nbcd\n"),
-        ("a\n<|a|>\nf", "a\n\n"),
-        ("abcdefgh", "abcdefgh"),
-        ("a\nb", "a\nb"),
-    ):
+    ended = {"a\nbcd\ne\nf": "a\nbcd\n", "a\n<|a|>\nf": "a\n\n", "abcdefgh": "abcdefgh", "a\nb": "a\nb"}
+    for output, text in ended.items():
         times = iter([10.0, 12.9, 13.1])
         sequence, texts = written([], spelled(output), max_seconds=3.0, clock=lambda times=times: next(times))
         assert ("".join(texts), sequence.finish_reason) == (text, "length")

@@ -4,19 +4,10 @@ from typing import Any
 
 import pytest
 
-from front_end import ASCII_ONLY, FrontEnd, events_of
+from front_end import ASCII_ONLY, CHATS, COMPLETIONS, FrontEnd, body_of, events_of, text_of
 
-COMPLETIONS, CHATS = ROUTES = ["v1/completions", "v1/chat/completions"]
-# What makes a whole block of text come with the end of the answer.
-ENDS: list[dict[str, Any]] = [
-    {"max_tokens": 1},
-    {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
-    {"logit_bias": {**ASCII_ONLY, "199": 4}, "max_tokens": 60, "temperature": 1, "seed": 3},
-    {"logit_bias": {"199": 100}},
-    {"response_format": {"type": "json_object"}},
-    {"n": 6, "seed": 1, "temperature": 1, "stream_options": {"include_usage": True}},
-    {"speculation": {"sources": True}},
-]
+ROUTES = [COMPLETIONS, CHATS]
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture
@@ -24,30 +15,32 @@ def front_end() -> FrontEnd:
     return FrontEnd()
 
 
-def body_of(route: str, **fields: Any) -> dict[str, Any]:
-    """A greedy request to one of the routes."""
-    question = {"messages": [{"role": "user", "content": "hello"}]} if route == CHATS else {"prompt": "hello"}
-    return {"max_tokens": 12, "temperature": 0, **question, **fields}
+def whole(front_end: FrontEnd, route: str, **fields: Any) -> list[Any]:
+    """The choices of a greedy answer."""
+    choices: list[Any] = front_end.ask(body_of(route, **GREEDY | fields), route)["choices"]
+    return choices
 
 
 def streamed(front_end: FrontEnd, route: str, **fields: Any) -> list[list[Any]]:
-    """The chunks of each choice."""
-    stream = front_end.answered(body_of(route, **fields, stream=True), route)
+    """The chunks of each choice of a greedy answer."""
+    stream = front_end.answered(body_of(route, **GREEDY | fields, stream=True), route)
     chunks = [choice for event in front_end.events(stream) for choice in event["choices"]]
     return [[c for c in chunks if c["index"] == index] for index in sorted({c["index"] for c in chunks})]
 
 
-def text_of(choice: Any) -> str:
-    """The text of a choice, whole or a chunk of it."""
-    if "text" in choice:
-        return str(choice["text"])
-    return str((choice.get("delta") or choice.get("message") or {}).get("content", ""))
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_chunk_with_the_finish_reason_is_the_last_of_its_choice_and_empty(front_end: FrontEnd, route: str) -> None:
-    for fields in ENDS:
-        answers = front_end.ask(body_of(route, **{**fields, "stream_options": None}), route)["choices"]
+    # What makes a whole block of text come with the end of the answer.
+    for fields in (
+        {"max_tokens": 1},
+        {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}},
+        {"logit_bias": {**ASCII_ONLY, "199": 4}, "max_tokens": 60, "temperature": 1, "seed": 3},
+        {"logit_bias": {"199": 100}},
+        {"response_format": {"type": "json_object"}},
+        {"n": 6, "seed": 1, "temperature": 1, "stream_options": {"include_usage": True}},
+        {"speculation": {"sources": True}},
+    ):
+        answers = whole(front_end, route, **fields | {"stream_options": None})
         assert len(answers) == fields.get("n", 1)
         for answer, (*chunks, end) in zip(answers, streamed(front_end, route, **fields), strict=True):
             assert "".join(map(text_of, chunks)) == text_of(answer)
@@ -60,12 +53,10 @@ def test_the_chunk_with_the_finish_reason_is_the_last_of_its_choice_and_empty(fr
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_text_and_log_probabilities_end_before_the_chunk_with_the_finish_reason(
-    front_end: FrontEnd, route: str
-) -> None:
+def test_text_and_log_probabilities_end_before_the_finish_reason(front_end: FrontEnd, route: str) -> None:
     fields = {"logit_bias": ASCII_ONLY, "speculation": {"mode": "fixed", "gamma": 7}, "max_tokens": 30}
     fields |= {"logprobs": True if route == CHATS else 1}
-    [answer] = front_end.ask(body_of(route, **fields), route)["choices"]
+    [answer] = whole(front_end, route, **fields)
     text, key = text_of(answer), "content" if route == CHATS else "token_logprobs"
     for stop in (None, text[9:12]):
         [[*chunks, end]] = streamed(front_end, route, **fields, stop=stop)
@@ -75,7 +66,7 @@ def test_text_and_log_probabilities_end_before_the_chunk_with_the_finish_reason(
         assert end["finish_reason"] == ("stop" if stop else answer["finish_reason"])
         scores = [score for chunk in chunks for score in chunk["logprobs"][key]]
         assert scores == answer["logprobs"][key][: len(kept)]
-        [stopped] = front_end.ask(body_of(route, **fields, stop=stop), route)["choices"]
+        [stopped] = whole(front_end, route, **fields, stop=stop)
         assert (text_of(stopped), stopped["logprobs"][key]) == (kept, scores)
 
 
@@ -93,6 +84,6 @@ def test_an_empty_chat_answer_has_a_chunk_with_the_role_and_one_with_the_finish_
 
 def test_a_stream_that_fails_has_no_chunk_with_a_finish_reason() -> None:
     for route in ROUTES:
-        *chunks, error = events_of(FrontEnd().failed_stream(body_of(route), route))
+        *chunks, error = events_of(FrontEnd().failed_stream(body_of(route, **GREEDY), route))
         assert error["error"]["type"] == "server_error"
         assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}

@@ -11,27 +11,29 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from fake_engine import FakeVocabulary
-from front_end import FrontEnd, check
+from front_end import CHATS, MESSAGES, RESPONSES, FrontEnd, body_of, check
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 from specserve.grammar.compiler import GrammarCompiler
 
-ROUTE = "v1/chat/completions"
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    """A tool of OpenAI's chats, or the name of one."""
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
 # A template of a known format, in short.
 KNOWN = "{# <tool_call> #}"
 TEMPLATE = KNOWN + "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
 HELLO = {"role": "user", "content": "hello"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "day": {"type": "integer", "minimum": 0, "maximum": 7}},
-    "required": ["unit"],
-    "additionalProperties": False,
-}
-SCHEMAS: dict[str, Any] = {"weather": SCHEMA, "time": {"type": "object", "additionalProperties": False}}
-TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": text}} for name, text in SCHEMAS.items()]
-WEATHER = {"type": "function", "function": {"name": "weather"}}
+UNIT, DAY = {"enum": ["celsius", "fahrenheit"]}, {"type": "integer", "minimum": 0, "maximum": 7}
+CLOSED = {"type": "object", "additionalProperties": False}
+SCHEMA = {**CLOSED, "properties": {"unit": UNIT, "day": DAY}, "required": ["unit"]}
+SCHEMAS: dict[str, Any] = {"weather": SCHEMA, "time": CLOSED}
+TOOLS: Any = [function(name, parameters=schema) for name, schema in SCHEMAS.items()]
+WEATHER = function("weather")
 BODY: dict[str, Any] = {"messages": [HELLO], "tools": TOOLS, "tool_choice": "required", "seed": 3, "max_tokens": 200}
 ONE = {"parallel_tool_calls": False}
 
@@ -43,63 +45,45 @@ def front_end() -> FrontEnd:
 
 
 def answer(**fields: Any) -> Any:
-    """The whole response to a request."""
-    server = front_end()
-    request_id = server.answered({**BODY, **fields}, ROUTE)
-    check(ChatCompletion, server.text(request_id))
-    return server.answer(request_id)
+    found = front_end().ask({**BODY, **fields}, CHATS)
+    check(ChatCompletion, found)
+    return found
 
 
 def events(**fields: Any) -> list[Any]:
-    """The events of a stream."""
     server = front_end()
-    request_id = server.answered({**BODY, **fields, "stream": True}, ROUTE)
-    found = server.events(request_id)
+    found = server.events(server.answered({**BODY, **fields, "stream": True}, CHATS))
     for event in found:
-        check(ChatCompletionChunk, json.dumps(event))
+        check(ChatCompletionChunk, event)
     return found
 
 
 # A set, which no grammar holds; with each protocol's names around it.
-SET = {
-    "type": "object",
-    "properties": {"ids": {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2, "maxItems": 2}},
-    "required": ["ids"],
-    "additionalProperties": False,
-}
+IDS = {"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
+SET = {**CLOSED, "properties": {"ids": IDS}, "required": ["ids"]}
+TAKE: dict[str, Any] = {"name": "take", "parameters": SET}
+HOSTED = {"type": "web_search"}
 OF_PROTOCOLS: dict[str, Any] = {
-    ROUTE: lambda **more: {
-        "tools": [{"type": "function", "function": {"name": "take", "parameters": SET, **more}}],
-        "messages": [HELLO],
-        "tool_choice": "required",
-    },
-    "v1/responses": lambda **more: {
-        "tools": [{"type": "web_search"}, {"type": "function", "name": "take", "parameters": SET, **more}],
-        "input": "hello",
-        "tool_choice": "required",
-    },
-    "v1/messages": lambda **more: {
-        "tools": [{"name": "take", "input_schema": SET, **more}],
-        "messages": [HELLO],
-        "tool_choice": {"type": "any"},
-    },
+    CHATS: lambda **more: {"tools": [function(**TAKE, **more)], "tool_choice": "required"},
+    RESPONSES: lambda **more: {"tools": [HOSTED, {"type": "function", **TAKE, **more}], "tool_choice": "required"},
+    MESSAGES: lambda **more: {"tools": [{"name": "take", "input_schema": SET, **more}], "tool_choice": {"type": "any"}},
 }
 
 
 def test_a_keyword_that_no_grammar_holds_is_named_or_with_strict_refused(caplog: pytest.LogCaptureFixture) -> None:
-    for stream, (route, body) in product([False, True], OF_PROTOCOLS.items()):
+    for stream, (route, fields) in product([False, True], OF_PROTOCOLS.items()):
         server = front_end()
         caplog.clear()
+        body = body_of(route, stream=stream, seed=3, max_tokens=200)
         for more in ({}, {"strict": False}, {"strict": True}):
-            request_id = server.answered({**body(**more), "stream": stream, "seed": 3, "max_tokens": 200}, route)
+            request_id = server.answered({**body, **fields(**more)}, route)
             if more.get("strict"):
                 assert server.status[request_id] == 400
                 assert "The tool 'take' cannot be used: the keyword 'uniqueItems' is not" in server.text(request_id)
             else:
                 assert server.status[request_id] == 200
-                hosted = ["tools[0].web_search"] if route == "v1/responses" else []
-                named = ", ".join([*hosted, "tools.take.uniqueItems"])
-                assert server.headers[request_id] == {"x-specserve-ignored": named}
+                hosted = "tools[0].web_search, " if route == RESPONSES else ""
+                assert server.headers[request_id] == {"x-specserve-ignored": f"{hosted}tools.take.uniqueItems"}
                 assert stream or re.search(r"ids.*1.*,.*1", server.text(request_id))
         assert sum("'tools.take.uniqueItems', which is ignored" in record.message for record in caplog.records) == 1
 
@@ -159,11 +143,11 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_run() -> None:
 
 
 def test_half_a_character_in_arguments_that_come_back_is_a_400() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"a": "\\ud83d"}'}}
+    call = {"id": "c", **function("weather", arguments='{"a": "\\ud83d"}')}
     arguments = "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}{% endfor %}"
     server = FrontEnd(chat_template=TEMPLATE + arguments)
     messages = [HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
-    status, error = server.refusal({**BODY, "messages": messages, "tool_choice": "auto"}, ROUTE)
+    status, error = server.refusal({**BODY, "messages": messages, "tool_choice": "auto"}, CHATS)
     assert (status, error["message"].endswith("it is not valid Unicode.")) == (400, True)
 
 
@@ -173,47 +157,43 @@ def test_with_auto_plain_text_stays_as_it_is() -> None:
     fields = {**BODY, "max_tokens": 30, "temperature": 0}
     told = {**fields, "tool_choice": "auto"}
     plain = {**fields, "tools": None, "tool_choice": None, "messages": [{**HELLO, "content": "weather time hello"}]}
-    assert server.ask(told, ROUTE)["choices"] == server.ask(plain, ROUTE)["choices"]
+    assert server.ask(told, CHATS)["choices"] == server.ask(plain, CHATS)["choices"]
 
 
-REFUSED: list[Any] = [
-    ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-    ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name", "pattern"),
-    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
-    ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
-    ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}, "strict": True}}]},
-        "tools",
-        "The tool 'bad' cannot be used: the keyword 'not'",
-    ),
-]
+BAD = function("bad", parameters={"not": {}}, strict=True)
 
 
 def test_tools_that_make_no_sense_are_refused_by_field() -> None:
     server = front_end()
-    for fields, param, sentence in REFUSED:
-        status, error = server.refusal({**BODY, **fields}, ROUTE)
+    for fields, param, sentence in (
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "a name of its own"),
+        ({"tools": [function("a b")]}, "tools[0].function.name", "pattern"),
+        ({"tools": [function("a" * 129)]}, "tools[0].function.name", "pattern"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tool_choice": function("other")}, "tool_choice", "'other'"),
+        ({"grammar": 'root ::= "a"'}, "grammar", "exclude each other"),
+        ({"ignore_eos": True}, "ignore_eos", "never let an answer"),
+        ({"tools": [BAD]}, "tools", "The tool 'bad' cannot be used: the keyword 'not'"),
+    ):
+        status, error = server.refusal({**BODY, **fields}, CHATS)
         assert (status, error["param"]) == (400, param)
         assert sentence in error["message"]
 
 
 def test_allowed_tools_are_those_that_may_be_called() -> None:
     allowed: dict[str, Any] = {"mode": "required", "tools": [WEATHER]}
-    request = parse_body({**BODY, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ChatRequest)
+    fields = {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    request = parse_body({**BODY, **fields}, ChatRequest)
     assert request.requires_call
     assert list(request.callable_tools) == ["weather"]
     # The template is told all, so that prompts stay the same.
-    assert prompt_of(TEMPLATE, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == "weather time hello"
-    allowed["tools"] = [{"type": "function", "function": {"name": "other"}}]
+    assert prompt_of(TEMPLATE, **fields) == "weather time hello"
+    allowed["tools"] = [function("other")]
     with pytest.raises(RequestError, match="'other'"):
-        parse_body({**BODY, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ChatRequest)
+        parse_body({**BODY, **fields}, ChatRequest)
 
 
 def prompt_of(source: str, **fields: Any) -> str:
-    """The prompt of a chat with tools."""
     return ChatTemplate(source, bos="", eos="").prompt(parse_body({**BODY, **fields}, ChatRequest))
 
 
@@ -221,22 +201,19 @@ def test_the_template_gets_the_tools_unless_none_may_be_called() -> None:
     assert prompt_of(TEMPLATE) == "weather time hello"
     assert prompt_of(TEMPLATE, tool_choice="none") == "hello"
     assert not parse_body({**BODY, "tool_choice": "none"}, ChatRequest).callable_tools
-    assert prompt_of(
-        "{# <tool_call> #}{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}"
-    ).startswith('{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"')
+    told = prompt_of(KNOWN + "{% if tools %}{{ tools[1] | tojson }}{% endif %}{{ messages[-1].content }}")
+    time = '{"type": "function", "function": {"name": "time", "description": "", "parameters": {"type": "object"'
+    assert told.startswith(time)
 
 
+CALLS = [
+    {"id": "a", **function("weather", arguments='{"unit": "celsius"}')},
+    {"id": "b", **function("time", arguments="{broken")},
+]
 CONVERSATION: Any = [
     {"role": "system", "content": "Be brief."},
     HELLO,
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "celsius"}'}},
-            {"id": "b", "type": "function", "function": {"name": "time", "arguments": "{broken"}},
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "a", "content": "sunny"},
 ]
 
@@ -261,9 +238,8 @@ def test_a_template_without_tools_has_them_in_its_texts() -> None:
 
 def test_a_template_whose_format_is_unknown_is_told_ours() -> None:
     source = "{% if tools %}Write CALL:name(arguments).{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    rendered = prompt_of(source)
-    assert "CALL:" not in rendered
-    assert "<tool_call>" in rendered
+    assert "CALL:" not in prompt_of(source)
+    assert "<tool_call>" in prompt_of(source)
 
 
 def test_a_template_that_shows_calls_in_doubled_braces_shows_them_in_single_ones() -> None:

@@ -50,6 +50,7 @@ def closed(properties: dict[str, Any], *required: str, **others: Any) -> dict[st
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 PETS = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
 KINDS = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07"}
 TREE = {"properties": {"left": {"$ref": "#/definitions/tree", "type": "object"}}}
 IDS = {"type": "array", "items": INTEGER, "uniqueItems": True, "minItems": 1}
 NAME = {"type": "string", "pattern": r"^(?!-)[a-z-]{1,9}(?<!-)$", "maxLength": 9}
@@ -64,9 +65,7 @@ MEETING = {f"p{n}": {"type": "string", "maxLength": 9, "allOf": [{"pattern": f"a
 GENERATED: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
     # zod: sets; never and anything but null; look-around.
     (
-        closed(
-            {"ids": IDS, "url": STRING | {"format": "uri"}}, "ids", **{"$schema": "http://json-schema.org/draft-07"}
-        ),
+        closed({"ids": IDS, "url": STRING | {"format": "uri"}}, "ids", **DRAFT_7),
         ["uniqueItems"],
         [{"ids": [1, 1]}, {"ids": [1], "url": "http://a.b/c"}],
         [{"ids": []}, {"ids": ["a"]}, {"ids": [1], "url": "no address"}, {"ids": [1], "id": 1}],
@@ -143,9 +142,8 @@ def test_a_tool_is_taken_without_strict_and_what_it_does_not_hold_is_named() -> 
         assert constraint.relaxed == tuple(f"tools.tool.{keyword}" for keyword in relaxed)
         held = validator({} if relaxed == ["parameters"] else schema, relaxed)
         for seed in range(5):
-            found = re.fullmatch(
-                r"<tool_call>\n(.*)\n</tool_call>", sample(constraint.fork(), VOCABULARY, seed, TAGS), re.DOTALL
-            )
+            text = sample(constraint.fork(), VOCABULARY, seed, TAGS)
+            found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
             assert found
             call = json.loads(found[1])
             assert call["name"] == "tool"
@@ -163,16 +161,13 @@ def test_with_strict_what_does_not_hold_is_refused_with_its_name() -> None:
         else:
             constraint = calls({"tool": schema}, strict=["tool"])
             assert constraint.relaxed == ()
-            assert [accepts(constraint, "tool", value) for value in taken + refused] == [
-                value in taken for value in taken + refused
-            ]
+            assert [value for value in taken + refused if accepts(constraint, "tool", value)] == taken
 
 
 def test_a_relaxed_tool_leaves_others_as_they_are() -> None:
     constraint = calls({f"tool{index}": schema for index, (schema, *_) in enumerate(GENERATED)})
     for index, (_, _, taken, refused) in enumerate(GENERATED):
-        assert all(accepts(constraint, f"tool{index}", arguments) for arguments in taken)
-        assert not any(accepts(constraint, f"tool{index}", arguments) for arguments in refused)
+        assert [value for value in taken + refused if accepts(constraint, f"tool{index}", value)] == taken
 
 
 def test_names_are_few_whatever_the_number_of_tools() -> None:

@@ -50,16 +50,23 @@ PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
 
 
 # Bytes, and tokens that reach beyond triggers.
-WORDS = Pieces(
-    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
-)
+BEYOND_TRIGGERS = [b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
+WORDS = Pieces([*BYTES, *BEYOND_TRIGGERS])
 # The tags of the formats are control tokens.
 TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"])
 COMPILER = GrammarCompiler(WORDS)
 
 
-def calls(compiler: GrammarCompiler = COMPILER, *, required: bool = False) -> Constraint | CallConstraint:
-    return compiler.calls(TOOLS, QWEN, required=required, parallel=True)
+def calls(
+    compiler: GrammarCompiler = COMPILER, *, required: bool = False, **options: Any
+) -> Constraint | CallConstraint:
+    return compiler.calls(TOOLS, QWEN, required=required, parallel=True, **options)
+
+
+def mask_of(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[int] | None:
+    """The allowed tokens; None where all are."""
+    mask = constraint.allowed(tokens)
+    return None if mask is None else np.flatnonzero(mask).tolist()
 
 
 def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
@@ -143,11 +150,10 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again() 
     """As verification asks about drafts, from the first one on, in a round that has no more time for masks."""
     compiler = GrammarCompiler(WORDS)
     constraint, tokens = calls(compiler), f"So: {CALL}".encode()[:30]
-    masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
+    masks = [mask_of(constraint, tokens[:count]) for count in range(len(tokens))]
     compiler.limit_masks(0.0)
     for count, mask in enumerate(masks):
-        again = constraint.allowed(tokens[:count])
-        assert np.array_equal([] if mask is None else mask, [] if again is None else again)
+        assert mask_of(constraint, tokens[:count]) == mask
         assert not constraint.complete(tokens[:count])
     # Another text after the trigger is followed anew.
     with pytest.raises(MaskDeferred):
@@ -202,45 +208,28 @@ def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> Non
             assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
 
 
-FRAGMENTS = (
-    "<tool_call>",
-    "\n",
-    '{"name": "',
-    "get_weather",
-    '", "arguments": ',
-    "{}",
-    "}",
-    "```json\n",
-    "a",
-    CALL,
-    PRETTY,
-)
+FRAGMENTS = ["<tool_call>", "\n", '{"name": "', "get_weather", '", "arguments": ', "{}", "}", "```json\n", "a"]
 
 
 @settings(max_examples=50)
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
+@given(st.lists(st.sampled_from([*FRAGMENTS, CALL, PRETTY]), max_size=6).map("".join), st.integers(0, 2**32))
 def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
-    constraint = calls()
-    generator = random.Random(seed)
-    # The text as far as the grammar allows it, in random tokens, and then what that allows.
-    tokens: list[int] = []
-    rest, opened, before = text.encode(), 0, False
+    """The text as far as the grammar allows it, in random tokens, and then what that allows."""
+    constraint, generator, tokens = calls(), random.Random(seed), list[int]()
+    rest, opened, was_open = text.encode(), 0, False
     for _ in range(600):
-        mask = constraint.allowed(tokens)
-        is_open = mask is not None
-        opened += is_open and not before
-        before = is_open
-        fitting = [token for token in range(WORDS.size - 1) if rest.startswith(WORDS.piece(token))]
-        fitting = [token for token in fitting if rest and (mask is None or mask[token])]
-        if not fitting:
-            if mask is None:
-                break
-            options = np.flatnonzero(mask).tolist()
+        options = mask_of(constraint, tokens)
+        opened += options is not None and not was_open
+        was_open = options is not None
+        fitting = [token for token in range(WORDS.size - 1) if rest and rest.startswith(WORDS.piece(token))]
+        if options is not None:
             closing = [token for token in options if WORDS.piece(token) in {b'"', b"}", b"]"}]
-            fitting, rest = closing or options, b""
-        token = generator.choice(fitting)
-        rest = rest[len(WORDS.piece(token)) :]
-        tokens.append(token)
+            fitting = [token for token in fitting if token in options] or closing or options
+        if not fitting:
+            break
+        tokens.append(generator.choice(fitting))
+        piece = WORDS.piece(tokens[-1])
+        rest = rest[len(piece) :] if piece and rest.startswith(piece) else b""
     reader = AnswerReader(QWEN.forms, frozenset(TOOLS))
     reader.read(b"".join(map(WORDS.piece, tokens)).decode(), done=True)
     assert reader.calls == opened
@@ -250,16 +239,12 @@ def test_the_state_depends_on_the_tokens_alone() -> None:
     """In whatever order it is asked: rejected drafts leave nothing behind."""
     tokens = f"Hi.\n{CALL}\n{CALL}".encode()
     lengths = list(range(len(tokens) + 1))
-    fresh = calls()
-    masks = [fresh.allowed(tokens[:length]) for length in lengths]
-    asked = calls()
+    fresh, asked = calls(), calls()
+    masks = [mask_of(fresh, tokens[:length]) for length in lengths]
     random.Random(3).shuffle(lengths)
     for length in lengths:
-        wrong = [*tokens[:length], *b"<tool_call>\n{"]
-        asked.allowed(wrong)
-        mask, expected = asked.allowed(tokens[:length]), masks[length]
-        assert (mask is None) == (expected is None)
-        assert mask is None or expected is None or bool((mask == expected).all())
+        asked.allowed([*tokens[:length], *b"<tool_call>\n{"])
+        assert mask_of(asked, tokens[:length]) == masks[length]
 
 
 def test_the_fixed_text_of_a_call_is_forced() -> None:
@@ -273,14 +258,14 @@ def test_the_fixed_text_of_a_call_is_forced() -> None:
 
 def test_beside_a_format_the_answer_is_a_call_or_formatted() -> None:
     other = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
-    constraint = COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=other)
+    constraint = calls(otherwise=other)
     for text in (CALL, '{"answer": 4}'):
         states(constraint.fork(), text.encode())
     with pytest.raises(AssertionError):
         states(constraint.fork(), b"Hello")
     overlap = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
     with pytest.raises(RequestError, match="branches 0 and 1 of 'oneOf'") as caught:
-        COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
+        calls(otherwise=overlap)
     assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="look like any JSON"):
         COMPILER.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
@@ -321,12 +306,5 @@ REASONING: list[Any] = [
 
 def test_nothing_opens_a_call_in_reasoning() -> None:
     for begun, before, is_open in REASONING:
-        constraint = COMPILER.calls(
-            TOOLS,
-            QWEN,
-            required=False,
-            parallel=True,
-            thinking=ThinkingTags("<think>", "</think>"),
-            thinks_at_once=begun,
-        )
+        constraint = calls(thinking=ThinkingTags("<think>", "</think>"), thinks_at_once=begun)
         assert states(constraint, before.encode())[-1] == (not is_open)

@@ -44,11 +44,8 @@ BLACK, WHITE = (
     {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}, "required": ["lives"]}
     for colour in ("black", "white")
 )
-TREE = {
-    "type": "object",
-    "properties": {"left": {"$ref": "#/$defs/union"}, "kind": {"const": "tree"}},
-    "required": ["left", "kind"],
-}
+BRANCHING = {"left": {"$ref": "#/$defs/union"}, "kind": {"const": "tree"}}
+TREE = {"type": "object", "properties": BRANCHING, "required": ["left", "kind"]}
 
 
 def by_reference(*branches: Any, **beside: Any) -> dict[str, Any]:
@@ -91,18 +88,15 @@ def test_exclusive_branches_are_taken() -> None:
             assert accepts(constraint, value) == (value in valid) == by_schema.is_valid(value), (schema, value)
 
 
-NUMBERS = {"oneOf": [{"type": "number"}, INTEGER]}
+NUMBERS, CAT_IF_OBJECT = {"oneOf": [{"type": "number"}, INTEGER]}, {"properties": CAT["properties"]}
 OVERLAPPING: list[tuple[dict[str, Any], str]] = [
     (NUMBERS, "branches 0 and 1 of 'oneOf' at '#'"),
     ({"properties": {"a/b": {"items": NUMBERS}}}, "at '#/properties/a~1b/items'"),
     (by_reference(STRING, DOG, STRING), "branches 0 and 2 of 'oneOf' at '#/\\$defs/union'"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{}, NUMBERS]}}}, "at '#/\\$defs/a/allOf/1'"),
     # A string satisfies both.
-    (
-        by_reference({"properties": CAT["properties"], "required": ["kind"]}, DOG | {"type": ["object", "string"]}),
-        "'#/\\$defs/union'",
-    ),
-    (by_reference({"properties": CAT["properties"]}, {"properties": DOG["properties"]}), "'#/\\$defs/union'"),
+    (by_reference(CAT_IF_OBJECT | {"required": ["kind"]}, DOG | {"type": ["object", "string"]}), "'#/\\$defs/union'"),
+    (by_reference(CAT_IF_OBJECT, {"properties": DOG["properties"]}), "'#/\\$defs/union'"),
     ({"oneOf": [NULL, {"$ref": "#"}]}, "branches 0 and 1 of 'oneOf' at '#'"),
 ]
 
@@ -199,16 +193,14 @@ def of_any_type(branches: list[Any]) -> list[dict[str, Any]]:
     return [{**branch, "type": TYPES} for branch in unions.exactly_one_present(branches)]
 
 
-# All branches exclude each other; a schema without a type is one of objects; what is no object is forgotten.
-FAULTS: list[tuple[Any, str, Any]] = [
-    (unions.Exclusion, "overlap", lambda *_: None),
-    (unions, "_TYPES", frozenset({"object"})),
-    (schema_module, "exactly_one_present", of_any_type),
-]
-
-
 def test_a_planted_fault_changes_what_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for where, name, fault in FAULTS:
+    """All branches exclude each other; a schema without a type is one of objects; what is no object is forgotten."""
+    faults: list[tuple[Any, str, Any]] = [
+        (unions.Exclusion, "overlap", lambda *_: None),
+        (unions, "_TYPES", frozenset({"object"})),
+        (schema_module, "exactly_one_present", of_any_type),
+    ]
+    for where, name, fault in faults:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, fault)
             patch.setattr(COMPILER, "_cache", OrderedDict())

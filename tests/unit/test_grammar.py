@@ -223,27 +223,24 @@ def test_forced_tokens_do_not_need_single_byte_tokens() -> None:
     assert constraint.forced([], 50) == [0, 1, 2, 3, 4]
 
 
-# A grammar, an alphabet, and a regular expression of those texts of up to five of its characters that are accepted.
-EXACT: list[tuple[str, str, str]] = [
-    ('root ::= a b\na ::= [a-b]+\nb ::= "b"', "ab", "[ab]+b"),
-    ('root ::= a b\na ::= [a-z]+\nb ::= "b" root "!" | "."', "ab.!", r"[ab]+(\.|b[ab]+\.!)"),
-    ('root ::= "a" x | "ab" "c"\nx ::= "b" x "b" | "c"', "abc", "abc|ac|abcb"),
-    ('root ::= "(" root ")" root | ""', "()", r"|\(\)|\(\)\(\)|\(\(\)\)"),
-    ('s ::= s s | "a"\nroot ::= s | "b"', "ab", "a+|b"),
-    ('root ::= ( | "a") ("b" | ) x\nx ::=', "ab", "a?b?"),
-    ('root ::= "a"{2,} | "b"{1,2} |', "ab", "a{2,}|b{1,2}|"),
-    ("root ::= [^ab] .", "abc\n", r"[^ab][\s\S]"),
-    ("root ::= [*--] [a&&b^]", "*-.a&", "[*+,-][ab&^]"),
-    ("root ::= [\\]\\\\\\x41\\u0042\\-]", "]\\AB-C", r"[\]\\AB-]"),
-    ('root ::= "\\"" "\\\\" # "x"\n\n#end', '"\\x', r'"\\'),
-    ('root ::= (\n "a" |\n  "b"\n) Item-1\nItem-1 ::= "c"', "abc", "[ab]c"),
-    ('root ::= "a"{1000000} | "b" x\nx ::= [^]', "ab", "b."),
-]
-
-
 def test_grammar_accepts_exactly_its_language() -> None:
     """Longest-match lexing would reject some of the right texts."""
-    for grammar, alphabet, language in EXACT:
+    # A grammar, an alphabet, and a regular expression of those texts of up to five of its characters that are accepted.
+    for grammar, alphabet, language in (
+        ('root ::= a b\na ::= [a-b]+\nb ::= "b"', "ab", "[ab]+b"),
+        ('root ::= a b\na ::= [a-z]+\nb ::= "b" root "!" | "."', "ab.!", r"[ab]+(\.|b[ab]+\.!)"),
+        ('root ::= "a" x | "ab" "c"\nx ::= "b" x "b" | "c"', "abc", "abc|ac|abcb"),
+        ('root ::= "(" root ")" root | ""', "()", r"|\(\)|\(\)\(\)|\(\(\)\)"),
+        ('s ::= s s | "a"\nroot ::= s | "b"', "ab", "a+|b"),
+        ('root ::= ( | "a") ("b" | ) x\nx ::=', "ab", "a?b?"),
+        ('root ::= "a"{2,} | "b"{1,2} |', "ab", "a{2,}|b{1,2}|"),
+        ("root ::= [^ab] .", "abc\n", r"[^ab][\s\S]"),
+        ("root ::= [*--] [a&&b^]", "*-.a&", "[*+,-][ab&^]"),
+        ("root ::= [\\]\\\\\\x41\\u0042\\-]", "]\\AB-C", r"[\]\\AB-]"),
+        ('root ::= "\\"" "\\\\" # "x"\n\n#end', '"\\x', r'"\\'),
+        ('root ::= (\n "a" |\n  "b"\n) Item-1\nItem-1 ::= "c"', "abc", "[ab]c"),
+        ('root ::= "a"{1000000} | "b" x\nx ::= [^]', "ab", "b."),
+    ):
         constraint = COMPILER.gbnf(grammar)
         for length in range(6):
             for text in map("".join, product(alphabet, repeat=length)):
@@ -538,19 +535,16 @@ def test_grammar_without_recursion_is_one_lexeme() -> None:
     assert "rule_" in gbnf_to_lark('root ::= a a\na ::= "x" a | "y"')
 
 
-EXPRESSIONS: list[Any] = [
-    (r"a+b?", ["a", "aab"], ["", "b", "aabb"]),
-    (r"^\d{2}/[a-z]\/x$", ["12/a/x"], ["1/a/x", "^12/a/x$"]),
-    ("a\nb|c\\.d", ["a\nb", "c.d"], ["a", "cxd"]),
-    (r"cost: \$", ["cost: $"], ["cost: "]),
-    (r"(?:yes|no)\\", ["yes\\", "no\\"], ["yes"]),
-    ("é/é", ["é/é"], ["e/e"]),
-    ('a/\n| "b"\nx: /', ["a/\n"], ["b"]),
-]
-
-
 def test_a_regular_expression_matches_the_whole_answer_and_is_refused_if_invalid_or_too_large() -> None:
-    for pattern, matched, others in EXPRESSIONS:
+    for pattern, matched, others in (
+        (r"a+b?", ["a", "aab"], ["", "b", "aabb"]),
+        (r"^\d{2}/[a-z]\/x$", ["12/a/x"], ["1/a/x", "^12/a/x$"]),
+        ("a\nb|c\\.d", ["a\nb", "c.d"], ["a", "cxd"]),
+        (r"cost: \$", ["cost: $"], ["cost: "]),
+        (r"(?:yes|no)\\", ["yes\\", "no\\"], ["yes"]),
+        ("é/é", ["é/é"], ["e/e"]),
+        ('a/\n| "b"\nx: /', ["a/\n"], ["b"]),
+    ):
         constraint = COMPILER.regex(pattern)
         assert [text for text in [*matched, *others] if accepts(constraint, text)] == matched
     for pattern in ["(", "abc" * 50_000, r"(?=a)", "(" * 9999 + ")" * 9999, "[", "*", "\\"]:

@@ -69,9 +69,6 @@ def test_lengths_are_those_that_a_slot_has_room_for() -> None:
         assert max(row.position for row in machine.decoded) < context
 
 
-# The file
-
-
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))

@@ -91,9 +91,6 @@ def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() ->
     assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
 
 
-# Proposals
-
-
 def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
@@ -133,9 +130,6 @@ def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_g
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
 
 
-# What a round begins with
-
-
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
     dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
     model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
@@ -159,9 +153,6 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
         assert found == expected
         # They have outgrown what they were promised.
         assert own.draft_limits(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
-
-
-# The value of time, and the budget of losses
 
 
 def count_round(balance: Balance, tokens: int, extra: float) -> None:
@@ -200,9 +191,6 @@ def test_drafts_that_only_lose_cost_ten_passes_and_one_per_cent() -> None:
         count_round(own.balance(one), 1, extra)
         assert lost <= 10 + 0.01 * tokens + 1.3
     assert lost > 55
-
-
-# Draft prefill
 
 
 def tokens_that_share(own: Controller, of: Sequence, pending: int = 100) -> float:

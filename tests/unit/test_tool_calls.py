@@ -130,17 +130,14 @@ def states(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> li
     return free
 
 
-HELD: list[Any] = [
-    ("Let me see.\n", "<tool_call>", CALL),
-    ("", "<tool_call>", CALL),
-    ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
-    ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
-    ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
-]
-
-
 def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call() -> None:
-    for before, opens, call in HELD:
+    for before, opens, call in (
+        ("Let me see.\n", "<tool_call>", CALL),
+        ("", "<tool_call>", CALL),
+        ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
+        ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
+        ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
+    ):
         free = states(calls(), f"{before}{call}\nDone <tool_cal".encode())
         begin, end = len((before + opens).encode()), len((before + call).encode())
         assert free == [not begin <= count < end for count in range(len(free))]
@@ -160,21 +157,18 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again() 
         constraint.allowed([*tokens[: tokens.index(b">") + 1], *b"{"])
 
 
-FREE: list[Any] = [
-    "Hello.",
-    'A person: {"name": "get_weather", "arguments": {}}',
-    '{"name": "get_weather_then"}',
-    '```json\n{"name": "Bob"}\n```',
-    "<tool_calls> <tool_cal",
-    " " * 300,
-    "世界 \N{GRINNING FACE}",
-]
-
-
 def test_free_text_has_no_masks_and_takes_none_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """So its distribution is the model's; the planted fault is a constraint that computes masks there."""
     monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.0)
-    for text in FREE:
+    for text in (
+        "Hello.",
+        'A person: {"name": "get_weather", "arguments": {}}',
+        '{"name": "get_weather_then"}',
+        '```json\n{"name": "Bob"}\n```',
+        "<tool_calls> <tool_cal",
+        " " * 300,
+        "世界 \N{GRINNING FACE}",
+    ):
         constraint = calls()
         tokens = text.encode()
         assert all(states(constraint, tokens))
@@ -184,21 +178,18 @@ def test_free_text_has_no_masks_and_takes_none_of_the_budget(monkeypatch: pytest
             constraint.allowed(b"<tool_call>")
 
 
-BEYOND: list[Any] = [
-    ([256, 257], True),
-    ([256, 258], True),
-    ([256, 259], True),
-    ([256, 260], False),
-    ([*b'{"name": "get_', 261], True),
-    ([*b'{"name": "get_', 262], True),
-    ([*b'{"name": "get_', 263], False),
-    # More whitespace than a form takes.
-    ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
-]
-
-
 def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> None:
-    for tokens, is_open in BEYOND:
+    for tokens, is_open in (
+        ([256, 257], True),
+        ([256, 258], True),
+        ([256, 259], True),
+        ([256, 260], False),
+        ([*b'{"name": "get_', 261], True),
+        ([*b'{"name": "get_', 262], True),
+        ([*b'{"name": "get_', 263], False),
+        # More whitespace than a form takes.
+        ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
+    ):
         constraint = calls()
         assert (constraint.allowed(tokens) is not None) == is_open
         text = b"".join(map(WORDS.piece, tokens)).decode()
@@ -293,18 +284,15 @@ def test_tools_that_cannot_be_followed_are_refused_by_name_and_as_many_as_are_al
         assert constraint.allowed(b'<tool_call>\n{"name": "') is not None
 
 
-REASONING: list[Any] = [
-    (False, "<think>\nI could write <tool_call>", False),
-    (False, "\n<think>I could.</think>\n\n<tool_call>", True),
-    (True, "I could write <tool_call>", False),
-    (True, '{"name": "get_weather"', False),
-    (True, 'I could.</think>\n{"name": "get_weather"', True),
-    (False, '{"name": "get_weather"', True),
-    (False, "<thin>\n<tool_call>", True),
-]
-
-
 def test_nothing_opens_a_call_in_reasoning() -> None:
-    for begun, before, is_open in REASONING:
+    for begun, before, is_open in (
+        (False, "<think>\nI could write <tool_call>", False),
+        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+        (True, "I could write <tool_call>", False),
+        (True, '{"name": "get_weather"', False),
+        (True, 'I could.</think>\n{"name": "get_weather"', True),
+        (False, '{"name": "get_weather"', True),
+        (False, "<thin>\n<tool_call>", True),
+    ):
         constraint = calls(thinking=ThinkingTags("<think>", "</think>"), thinks_at_once=begun)
         assert states(constraint, before.encode())[-1] == (not is_open)

@@ -89,20 +89,22 @@ def test_exclusive_branches_are_taken() -> None:
 
 
 NUMBERS, CAT_IF_OBJECT = {"oneOf": [{"type": "number"}, INTEGER]}, {"properties": CAT["properties"]}
-OVERLAPPING: list[tuple[dict[str, Any], str]] = [
-    (NUMBERS, "branches 0 and 1 of 'oneOf' at '#'"),
-    ({"properties": {"a/b": {"items": NUMBERS}}}, "at '#/properties/a~1b/items'"),
-    (by_reference(STRING, DOG, STRING), "branches 0 and 2 of 'oneOf' at '#/\\$defs/union'"),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{}, NUMBERS]}}}, "at '#/\\$defs/a/allOf/1'"),
-    # A string satisfies both.
-    (by_reference(CAT_IF_OBJECT | {"required": ["kind"]}, DOG | {"type": ["object", "string"]}), "'#/\\$defs/union'"),
-    (by_reference(CAT_IF_OBJECT, {"properties": DOG["properties"]}), "'#/\\$defs/union'"),
-    ({"oneOf": [NULL, {"$ref": "#"}]}, "branches 0 and 1 of 'oneOf' at '#'"),
-]
 
 
 def test_branches_that_may_overlap_are_refused_with_their_place() -> None:
-    for schema, place in OVERLAPPING:
+    for schema, place in (
+        (NUMBERS, "branches 0 and 1 of 'oneOf' at '#'"),
+        ({"properties": {"a/b": {"items": NUMBERS}}}, "at '#/properties/a~1b/items'"),
+        (by_reference(STRING, DOG, STRING), "branches 0 and 2 of 'oneOf' at '#/\\$defs/union'"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{}, NUMBERS]}}}, "at '#/\\$defs/a/allOf/1'"),
+        # A string satisfies both.
+        (
+            by_reference(CAT_IF_OBJECT | {"required": ["kind"]}, DOG | {"type": ["object", "string"]}),
+            "'#/\\$defs/union'",
+        ),
+        (by_reference(CAT_IF_OBJECT, {"properties": DOG["properties"]}), "'#/\\$defs/union'"),
+        ({"oneOf": [NULL, {"$ref": "#"}]}, "branches 0 and 1 of 'oneOf' at '#'"),
+    ):
         with pytest.raises(RequestError, match=place) as refused:
             COMPILER.json_schema(schema)
         assert "use 'anyOf', or require a property with a 'const' of its own in each" in refused.value.message

@@ -30,8 +30,13 @@ class FakeMachine:
     def read(self) -> Usage:
         return Usage(dict(self._threads), dict(self._ticks), self.allowed)
 
-    def run(self, placement: Placement, seconds: float = 1.0) -> None:
-        """Let passes run for so many seconds; a busy core is shared fairly."""
+    def run(self, placement: Placement, seconds: float = 1.0, *, times: int = 1) -> None:
+        """Let passes run for so many seconds, after which cores are chosen, so many times."""
+        for _ in range(times):
+            self._run_once(placement, seconds)
+
+    def _run_once(self, placement: Placement, seconds: float) -> None:
+        """A busy core is shared fairly."""
         for core, others in self.taken.items():
             ours = core in placement.cores
             got = max(0.5, 1 - others) if ours else 0.0

@@ -13,13 +13,11 @@ from specserve.cli import __main__ as specserve
 from specserve.cli import models, paths
 from specserve.errors import ModelLoadError
 
-# For those who work on specserve; the others are for those who use it.
-DEVELOPERS = {"check", "test", "test_clients"}
-
 
 def test_every_script_calls_the_verb_of_its_name_which_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for_developers = {"check", "test", "test_clients"}
     for path in (paths.PROJECT / "scripts").iterdir():
-        if path.is_file() and not path.suffix and path.name not in DEVELOPERS:
+        if path.is_file() and not path.suffix and path.name not in for_developers:
             assert path.read_text().endswith(f'\nexec "$PYTHON" -m specserve.cli {path.name} "$@"\n')
             with pytest.raises(SystemExit) as ended:
                 specserve.main([path.name, "--help"])

@@ -13,13 +13,11 @@ from specserve.core.engine_loop import EngineLoop, engine_thread
 class FakeScheduler:
     """A scheduler with `left` rounds and, while none is left, `unstored` parts of prefixes."""
 
-    def __init__(self, left: int, *, unstored: int = 0, waits: bool = False) -> None:
-        self.left = left
-        self.awaiting_first_token = 0
+    def __init__(self, left: int, *, unstored: int = 0) -> None:
+        self.left, self.awaiting_first_token = left, 0
         self.unstored, self.stored = unstored, 0
         self.may_finish, self.started, self.stored_five = threading.Event(), threading.Event(), threading.Event()
-        if not waits:
-            self.may_finish.set()
+        self.may_finish.set()
         self.threads: set[int] = set()
         self.faults: list[Exception] = []
 
@@ -64,7 +62,8 @@ def test_a_slice_has_at_least_one_round_and_ends_in_time_or_with_the_last_sequen
 
 def test_a_started_slice_runs_before_join_and_may_be_interrupted_after_its_round_but_not_the_next() -> None:
     for interrupts in (False, True):
-        scheduler = FakeScheduler(5, waits=True)
+        scheduler = FakeScheduler(5)
+        scheduler.may_finish.clear()
         loop = loop_of(scheduler)
         loop.start()
         assert scheduler.started.wait(10)

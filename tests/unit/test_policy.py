@@ -27,9 +27,7 @@ def prices_of(target: list[float], draft: list[float], rows: int = 1) -> Prices:
 
 
 def sequence(mode: SpeculationMode = "auto", *, max_tokens: int = 100, generated: int = 0, gamma: int = 8) -> Sequence:
-    made = Sequence(
-        [1, 2, 3], SamplingParams(temperature=0), SpeculationParams(gamma, mode=mode), max_tokens=max_tokens
-    )
+    made = Sequence([1], SamplingParams(temperature=0), SpeculationParams(gamma, mode=mode), max_tokens=max_tokens)
     made.tokens += [4] * generated
     return made
 
@@ -42,9 +40,7 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
     """Expected tokens minus the price of their time, directly from the definition."""
     tokens = sum(c.p_all_accepted * c.acceptance**n for c, gamma in drafts for n in range(1, gamma + 1))
     price = sum(candidate.draft_prefill for candidate, gamma in drafts if gamma)
-    for n in range(1, MAX_DRAFTS + 1):
-        drafting = sum(gamma >= n for _, gamma in drafts)
-        price += prices.draft(drafting)
+    price += sum(prices.draft(sum(gamma >= n for _, gamma in drafts)) for n in range(1, MAX_DRAFTS + 1))
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
@@ -133,12 +129,9 @@ def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_g
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
     dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
     model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
+    modes: list[tuple[SpeculationMode, int]] = [("auto", 4), ("fixed", 4), ("off", 0)]
     for prices, asked, by_model in ((dear, [1], [1]), (cheap, [0, 1], [0, 1]), (model_dear, [0, 1], [1])):
-        steps = [
-            SequenceStep(sequence("auto"), 0, 1, 4),
-            SequenceStep(sequence("fixed"), 0, 1, 4),
-            SequenceStep(sequence("off"), 0, 1, 0),
-        ]
+        steps = [SequenceStep(sequence(mode), 0, 1, gamma) for mode, gamma in modes]
         found = controller().steps_to_draft(steps, prices)
         assert found == [steps[index] for index in asked]
         assert [index for index in (0, 1) if not steps[index].model_ended] == by_model

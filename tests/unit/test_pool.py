@@ -25,12 +25,10 @@ def config(**keys: Any) -> HandlerConfig:
     return parse_handler({**MODELS, **keys}, "my.yaml")
 
 
-def served(
-    free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, draft: bool = False, **keys: Any
-) -> tuple[int, int]:
+def served(free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, **keys: Any) -> tuple[int, int]:
     """The numbers of tokens that are served, of a sequence and of all."""
     target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained, "window": window})
-    fit = fitted(config(**keys), target, SMALL if draft else None, free)
+    fit = fitted(config(**keys), target, SMALL if "draft" in keys else None, free)
     return fit.context_length, fit.cache_tokens
 
 
@@ -53,10 +51,9 @@ def test_a_sequence_has_at_most_what_the_model_and_the_cache_have() -> None:
 
 def test_a_context_beyond_the_models_training_or_sliding_window_is_refused() -> None:
     configured: list[dict[str, Any]] = [{}, {"context_length": 512}, {"cache_tokens": 512}]
+    window = r"see only the last 512 tokens.*set `context_length` to at most 511\."
     for keys in configured:
-        with pytest.raises(
-            ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."
-        ):
+        with pytest.raises(ModelLoadError, match=window):
             served(window=512, **keys)
     assert served(window=512, context_length=511)[0] == 511
     with pytest.raises(ModelLoadError, match="was trained for 8192 tokens; lower `context_length` from 9000"):
@@ -71,13 +68,13 @@ def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pyt
     assert f"holds {cache_tokens} tokens instead of 32768, since only 1,024 MiB of memory are free" in caplog.text
     assert served(GIB, context_length=4096) == (4096, cache_tokens)
     with caplog.at_level(logging.INFO):
-        served(draft=True)
+        served(draft={"path": "d.gguf"})
     assert "the KV cache of 32768 tokens takes 924 MiB, the draft model's 198 MiB; 8,192 MiB were free" in caplog.text
 
 
 def test_without_memory_for_one_useful_sequence_nothing_is_served() -> None:
-    cases: list[tuple[dict[str, Any], int]] = [({}, 4096), ({"context_length": 20000}, 20000)]
-    for keys, least in cases:
+    configured: list[tuple[dict[str, Any], int]] = [({}, 4096), ({"context_length": 20000}, 20000)]
+    for keys, least in configured:
         enough = 400 * 2**20 + least * CELL
         assert served(enough, **keys)[1] == least
         with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):

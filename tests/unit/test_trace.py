@@ -5,7 +5,6 @@ import json
 import stat
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,15 +27,11 @@ def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> S
     return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
 
 
-def lines(directory: Path) -> list[Any]:
-    return [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
-
-
 def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) -> None:
     trace = Trace(tmp_path / FILE)
     trace.round(a_round(["model", "lookup"], 1))
     trace.end(an_end())
-    first, second = lines(tmp_path)
+    first, second = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     of_a_round = {"event": "round", "drafts": ["model", "lookup"], "accepted": 1, "tokens": 2}
     asked = {"request": "r", "choice": 0, "family": "code", "group": "auto"}
     assert (of_a_round | asked | {"seconds": [0.01, 0.05, 0.001]}).items() <= first.items()

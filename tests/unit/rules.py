@@ -86,9 +86,8 @@ WRONG_RULES: dict[str, Rule] = {
 class KeyedByPosition(Noise):
     """WRONG for block verification: numbers are keyed by the position in the output instead of the round."""
 
-    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
-        del round_number
-        super().__init__(secret=secret, round_number=0, seed=seed, choice=choice, position=position)
+    def __init__(self, **keys: int) -> None:
+        super().__init__(**keys | {"round_number": 0})
 
     def uniform(self, purpose: Purpose, index: int) -> float:
         return super().uniform(purpose, self._position + index)
@@ -112,6 +111,5 @@ class CoarseRace(Noise):
 class SameAtEveryPosition(Noise):
     """WRONG for coupled verification: every position has the same numbers."""
 
-    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
-        del position
-        super().__init__(secret=secret, round_number=round_number, seed=seed, choice=choice, position=0)
+    def __init__(self, **keys: int) -> None:
+        super().__init__(**keys | {"position": 0})

@@ -52,7 +52,6 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
 
 
 def forms_of(name: str) -> tuple[CallForm, ...]:
-    """The forms of a format of the table."""
     return FORMATS[name][1].forms
 
 

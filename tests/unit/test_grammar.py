@@ -49,7 +49,6 @@ def text_of(tokens: list[int], vocabulary: Vocabulary = WORDS) -> bytes:
 
 
 def allowed(constraint: Constraint, written: Sequence[int]) -> list[int]:
-    """The allowed tokens, as a list."""
     mask = constraint.allowed(written)
     assert mask is not None
     return np.flatnonzero(mask).tolist()
@@ -68,6 +67,10 @@ def accepts(constraint: Constraint, text: str) -> bool:
 
 
 def sample_answer(constraint: Constraint, vocabulary: Vocabulary, seed: int, length: int = 60) -> str:
+    return text_of(sample_tokens(constraint, vocabulary, seed, length), vocabulary).decode()
+
+
+def sample_tokens(constraint: Constraint, vocabulary: Vocabulary, seed: int, length: int) -> list[int]:
     """Sample an answer; from `length` tokens on, close what is open and end as soon as possible."""
     generator = random.Random(seed)
     written: list[int] = []
@@ -76,7 +79,7 @@ def sample_answer(constraint: Constraint, vocabulary: Vocabulary, seed: int, len
         ending = [token for token in options if vocabulary.is_end_token(token)]
         assert ending in ([], [*vocabulary.end_tokens()])
         if ending and (len(written) >= length or len(ending) == len(options)):
-            return text_of(written, vocabulary).decode()
+            return written
         options = [token for token in options if token not in ending]
         closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]", b")", b"null", b"n"}]
         written.append(generator.choice(closing if closing and len(written) >= length else options))
@@ -360,6 +363,7 @@ def test_deepest_accepted_schemas_do_not_crash() -> None:
         assert COMPILER.json_schema(schema).allowed([]) is not None
 
 
+A_NEEDS_B = {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}}
 ACCEPTED: list[Any] = [
     ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, ["5"], ["6"]),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"const": 5}]}, ["[5]"], ["[6]"]),
@@ -386,11 +390,7 @@ ACCEPTED: list[Any] = [
     ({"properties": {"a": {"$ref": "#/b"}, "b": {"$id": "x"}}, "b": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
     ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
     ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
-    (
-        {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}},
-        ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'],
-        ['{"a":1}', '{"a":1,"c":1}'],
-    ),
+    (A_NEEDS_B, ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'], ['{"a":1}', '{"a":1,"c":1}']),
     ({"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"}, ['{"b":1,"a":1}'], ['{"a":1}', "{}"]),
     # With escapes it would still be the property "a", with a value that "a" may not have.
     ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),

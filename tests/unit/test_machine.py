@@ -95,11 +95,8 @@ def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(group: Path) 
 
 def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(group: Path) -> None:
     assert free_memory() == 8 * GIB
-    for limit, used, cached, free in (
-        ("max", GIB, 0, 8 * GIB),
-        (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2),
-        (GIB, 2 * GIB, 0, 0),
-    ):
+    capped, exceeded = (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2), (GIB, 2 * GIB, 0, 0)
+    for limit, used, cached, free in (("max", GIB, 0, 8 * GIB), capped, exceeded):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"active_file {cached}\ninactive_file {cached}\nother 9\n")

@@ -52,8 +52,13 @@ PETS = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
 KINDS = {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07"}
 TREE = {"properties": {"left": {"$ref": "#/definitions/tree", "type": "object"}}}
+TREES = {"tree": {"$ref": "#/definitions/tree"}, "n": INTEGER}
 IDS = {"type": "array", "items": INTEGER, "uniqueItems": True, "minItems": 1}
 NAME = {"type": "string", "pattern": r"^(?!-)[a-z-]{1,9}(?<!-)$", "maxLength": 9}
+NAMES = {"name": NAME, "word": STRING | {"pattern": r"\bword\b"}}
+NEVER = {"never": {"not": {}}, "value": {"not": NULL}, "n": INTEGER}
+COUNTED = {"type": "object", "properties": {"set": STRING, "n": INTEGER}, "minProperties": 1, "maxProperties": 2}
+UNION = {"oneOf": [INTEGER, {"type": "number", "minimum": 0}]}
 HOME = closed({"HOME": STRING}, patternProperties={"^(?!X_)[A-Z_]+$": STRING})
 OFFSET = {"type": "integer", "format": "int64", "minimum": 0, "maximum": 2**63 - 1}
 WHERE = {"type": ["string", "null"], "format": "uri-reference", "nullable": True}
@@ -70,14 +75,9 @@ GENERATED: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
         [{"ids": [1, 1]}, {"ids": [1], "url": "http://a.b/c"}],
         [{"ids": []}, {"ids": ["a"]}, {"ids": [1], "url": "no address"}, {"ids": [1], "id": 1}],
     ),
+    (closed(NEVER), ["not"], [{"value": None}, {"value": "a", "n": 1}], [{"never": 1}, {"n": "a"}]),
     (
-        closed({"never": {"not": {}}, "value": {"not": NULL}, "n": INTEGER}),
-        ["not"],
-        [{"value": None}, {"value": "a", "n": 1}],
-        [{"never": 1}, {"n": "a"}],
-    ),
-    (
-        closed({"name": NAME, "word": STRING | {"pattern": r"\bword\b"}}, "name"),
+        closed(NAMES, "name"),
         ["pattern"],
         [{"name": "-a"}, {"name": "a", "word": "swords"}],
         [{"name": 1}, {"name": "a" * 10}, {}],
@@ -86,28 +86,13 @@ GENERATED: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
         closed({"env": HOME}),
         ["patternProperties", "additionalProperties"],
         [{"env": {"PATH": "a"}}],
-        [{"env": {"HOME": 1}}, {"environment": {}}],
+        [{"env": {"HOME": 1}}, {"e": {}}],
     ),
     # typebox: at least one of optional properties; a union that overlaps.
-    (
-        {"type": "object", "properties": {"set": STRING, "n": INTEGER}, "minProperties": 1, "maxProperties": 2},
-        ["maxProperties", "minProperties"],
-        [{}, {"set": "a", "n": 1, "other": 2}],
-        [{"n": "a"}, []],
-    ),
-    (
-        closed({"id": {"oneOf": [INTEGER, {"type": "number", "minimum": 0}]}}, "id"),
-        ["oneOf"],
-        [{"id": -1}, {"id": 2.5}, {"id": 3}],
-        [{"id": -2.5}, {"id": "a"}, {}],
-    ),
+    (COUNTED, ["maxProperties", "minProperties"], [{}, {"set": "a", "n": 1, "other": 2}], [{"n": "a"}, []]),
+    (closed({"id": UNION}, "id"), ["oneOf"], [{"id": -1}, {"id": 2.5}, {"id": 3}], [{"id": -2.5}, {"id": "a"}, {}]),
     # ajv: a recursive reference beside keywords.
-    (
-        closed({"tree": {"$ref": "#/definitions/tree"}, "n": INTEGER}, definitions={"tree": TREE}),
-        ["$ref"],
-        [{"tree": {}, "n": 1}],
-        [{"n": "a"}, {"m": 1}],
-    ),
+    (closed(TREES, definitions={"tree": TREE}), ["$ref"], [{"tree": {}, "n": 1}], [{"n": "a"}, {"m": 1}]),
     # FastMCP: a union with a discriminator.
     (
         closed({"pet": {"discriminator": KINDS, "oneOf": PETS}}, "pet", **{"$defs": {"Cat": CAT, "Dog": DOG}}),

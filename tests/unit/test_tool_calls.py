@@ -24,6 +24,7 @@ from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from test_grammar import sample_tokens
 from tiny_models import write_tiny
 
 WEATHER = {
@@ -69,9 +70,9 @@ def mask_of(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> l
     return None if mask is None else np.flatnonzero(mask).tolist()
 
 
-def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
+def check(text: str, syntax: CallSyntax, count: int | None = None, tools: dict[str, Any] = TOOLS) -> None:
     """A text consists of calls that are valid."""
-    parts = AnswerReader(syntax.forms[:1], frozenset(TOOLS)).read(text, done=True)
+    parts = AnswerReader(syntax.forms[:1], frozenset(tools)).read(text, done=True)
     assert not any(isinstance(part, Text) for part in parts)
     names = {part.index: part.name for part in parts if isinstance(part, Call)}
     arguments = {part.index: part.text for part in parts if isinstance(part, Arguments)}
@@ -79,22 +80,12 @@ def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
     assert count in (None, len(names))
     assert names.keys() == arguments.keys()
     for index, name in names.items():
-        jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
+        jsonschema.validate(json.loads(arguments[index]), tools[name])
 
 
-def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
-    """Sample an answer that the grammar holds from its first token on; it ends as soon as it may."""
-    generator = random.Random(seed)
-    tokens: list[int] = []
-    while not constraint.complete(tokens):
-        mask = constraint.allowed(tokens)
-        assert mask is not None
-        options = np.flatnonzero(mask).tolist()
-        if any(vocabulary.is_end_token(token) for token in options) and generator.random() < 0.5:
-            break
-        options = [token for token in options if not vocabulary.is_end_token(token)]
-        closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
-        tokens.append(generator.choice(closing if closing and generator.random() < 0.3 else options))
+def sample(constraint: Any, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
+    """Sample an answer that the grammar holds from its first token on, with a call or several."""
+    tokens = sample_tokens(constraint, vocabulary, seed, 40 * seed)
     return b"".join(tags[token].encode() if token in tags else vocabulary.piece(token) for token in tokens).decode()
 
 
@@ -115,9 +106,7 @@ def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed() -> None:
     for _, schema in [*client_tools.OPENAI.values(), *client_tools.ANTHROPIC.values()]:
         constraint = COMPILER.calls({"tool": schema}, QWEN, required=True, parallel=False)
         for seed in range(3):
-            text = sample(constraint.fork(), WORDS, seed, {})
-            parts = AnswerReader(QWEN.forms[:1], frozenset({"tool"})).read(text, done=True)
-            jsonschema.validate(json.loads("".join(p.text for p in parts if isinstance(p, Arguments))), schema)
+            check(sample(constraint.fork(), WORDS, seed, {}), QWEN, 1, {"tool": schema})
 
 
 def states(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[bool]:

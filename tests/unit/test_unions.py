@@ -55,33 +55,30 @@ def by_reference(*branches: Any, **beside: Any) -> dict[str, Any]:
     return {"$ref": "#/$defs/union", "$defs": {"union": union, **named}}
 
 
-TAKEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
-    (by_reference(STRING, NULL), ["a", None], [1]),
-    (by_reference(STRING, {"const": 1}, {"enum": [2.0, True]}), ["a", 1, 2, True], [3, False, None]),
-    (by_reference(CAT, DOG, NULL), [{"kind": "cat", "lives": 9}, {"kind": "wolf"}, None], [{"kind": "cat"}, {}]),
-    (by_reference({"oneOf": [CAT, NULL]}, {"anyOf": [DOG, STRING]}), [None, "a", {"kind": "dog"}], [{}, 1]),
-    # As pydantic's unions with discriminators, which have defaults, inside others.
-    (
-        by_reference({"oneOf": [BLACK, WHITE]}, DOG | {"required": []}, discriminator={"propertyName": "kind"}),
-        [{"kind": "cat", "lives": "white"}, {"kind": "wolf"}],
-        [{"kind": "cat", "lives": "red"}, 1],
-    ),
-    (by_reference(DOG, TREE), [{"kind": "tree", "left": {"kind": "dog"}}], [{"kind": "tree", "left": 1}]),
-    # They exclude each other by what is not there, and by what stands beside them.
-    (by_reference({**CAT, "additionalProperties": False}, TREE), [{"kind": "cat", "lives": 1}], [{}, 1]),
-    ({"anyOf": [{"const": 7}, {"type": "string"}], "oneOf": [INTEGER, STRING]}, [7, "a"], [8, None]),
-    # Exactly one of these properties.
-    ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}, 1]),
-    (
-        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b", "c"]}, {"required": ["a", "d"]}]},
-        [{"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1, "d": 1}],
-        [{}, {"b": 1}, {"a": 1, "d": 1}, {"a": 1, "b": 1, "c": 1}],
-    ),
-]
-
-
 def test_exclusive_branches_are_taken() -> None:
-    for schema, valid, invalid in TAKEN:
+    for schema, valid, invalid in (
+        (by_reference(STRING, NULL), ["a", None], [1]),
+        (by_reference(STRING, {"const": 1}, {"enum": [2.0, True]}), ["a", 1, 2, True], [3, False, None]),
+        (by_reference(CAT, DOG, NULL), [{"kind": "cat", "lives": 9}, {"kind": "wolf"}, None], [{"kind": "cat"}, {}]),
+        (by_reference({"oneOf": [CAT, NULL]}, {"anyOf": [DOG, STRING]}), [None, "a", {"kind": "dog"}], [{}, 1]),
+        # As pydantic's unions with discriminators, which have defaults, inside others.
+        (
+            by_reference({"oneOf": [BLACK, WHITE]}, DOG | {"required": []}, discriminator={"propertyName": "kind"}),
+            [{"kind": "cat", "lives": "white"}, {"kind": "wolf"}],
+            [{"kind": "cat", "lives": "red"}, 1],
+        ),
+        (by_reference(DOG, TREE), [{"kind": "tree", "left": {"kind": "dog"}}], [{"kind": "tree", "left": 1}]),
+        # They exclude each other by what is not there, and by what stands beside them.
+        (by_reference({**CAT, "additionalProperties": False}, TREE), [{"kind": "cat", "lives": 1}], [{}, 1]),
+        ({"anyOf": [{"const": 7}, {"type": "string"}], "oneOf": [INTEGER, STRING]}, [7, "a"], [8, None]),
+        # Exactly one of these properties.
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}, 1]),
+        (
+            {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b", "c"]}, {"required": ["a", "d"]}]},
+            [{"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1, "d": 1}],
+            [{}, {"b": 1}, {"a": 1, "d": 1}, {"a": 1, "b": 1, "c": 1}],
+        ),
+    ):
         constraint = COMPILER.json_schema(schema)
         by_schema = jsonschema.Draft202012Validator(schema)
         for value in valid + invalid:

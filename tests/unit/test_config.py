@@ -33,10 +33,7 @@ def test_what_is_wrong_is_said_in_a_sentence_that_names_the_file_and_the_key(tmp
     for text, sentence in (
         (YAML + "  sequnces: 4", "`handler.sequnces`: there is no such key. Did you mean `sequences`?"),
         (YAML + "  zzz: 4", "`handler.zzz`: there is no such key."),
-        (
-            YAML + "  speculation: {modus: off}",
-            "`handler.speculation.modus`: there is no such key. Did you mean `mode`?",
-        ),
+        (YAML + "  speculation: {mod: off}", "`handler.speculation.mod`: there is no such key. Did you mean `mode`?"),
         (YAML + "  speculation: {mode: on}", "`handler.speculation.mode`: Input should be 'auto', 'fixed' or 'off'."),
         (YAML + "  speculation: {gamma: 9, max_gamma: 8}", "`handler.speculation`: `gamma` may not be larger than"),
         (YAML + "  context_length: 4096\n  cache_tokens: 1024", "`handler`: `cache_tokens` may not be less than"),

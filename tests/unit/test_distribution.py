@@ -12,10 +12,9 @@ from specserve.sequence import SamplingParams
 
 def logits() -> st.SearchStrategy[FloatArray]:
     """Rows of logits, including ties."""
-    elements = st.one_of(st.floats(-20, 20), st.sampled_from([0.0, 1.0, 2.0]))
-    return st.one_of(st.integers(1, 400), st.integers(1000, 5000)).flatmap(
-        lambda size: arrays(np.float64, size, elements=elements)
-    )
+    elements = st.floats(-20, 20) | st.sampled_from([0.0, 1.0, 2.0])
+    sizes = st.integers(1, 400) | st.integers(1000, 5000)
+    return sizes.flatmap(lambda size: arrays(np.float64, size, elements=elements))
 
 
 sampling_params = st.builds(

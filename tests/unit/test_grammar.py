@@ -160,14 +160,13 @@ def test_no_mask_after_an_end_token_or_one_that_is_forbidden() -> None:
     assert constraint.allowed(b"a") is not None
 
 
-class Spelled(Pieces):
-    """The end token has its name as a text, too."""
-
-    def piece(self, token: int) -> bytes:
-        return self.name(token)
-
-
 def test_end_token_does_not_match_its_name() -> None:
+    class Spelled(Pieces):
+        """The end token has its name as a text, too."""
+
+        def piece(self, token: int) -> bytes:
+            return self.name(token)
+
     constraint = GrammarCompiler(Spelled(BYTES)).gbnf('root ::= "<end>" "."')
     assert allowed(constraint, []) == [*b"<"]
     assert allowed(constraint, b"<end>.") == [256]
@@ -487,26 +486,22 @@ def test_dead_end_concerns_only_what_leads_to_it() -> None:
         assert allowed(constraint, [0, 2]) == allowed(other_answer, [0, 2]) == [3]
 
 
-COSTLY = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
-
-
-def sample_until_error(constraint: Constraint, written: list[int]) -> None:
-    """Append sampled allowed tokens, but never the one that ends the costly part."""
-    generator = random.Random(0)
-    while len(written) < 900:
-        written.append(generator.choice([token for token in allowed(constraint, written) if token != ord("z")]))
-
-
 def test_grammar_exhausted_by_one_answer_fails_for_all_its_forks_but_not_for_the_next_request() -> None:
     """Copies in llguidance share a budget; a copy that finds it exhausted rejects every token without an error."""
-    constraint = COMPILER.gbnf(COSTLY)
-    other_answer, written = constraint.fork(), list[int]()
+    costly = 'root ::= ([a-y ]{1,900} | [b-y ]{1,900} | ([ac-y ] [a-y ]{5,900}){1,90}) "z" [a-y]{900}'
+    constraint, generator, written = COMPILER.gbnf(costly), random.Random(0), list[int]()
+    other_answer = constraint.fork()
+
+    def sample_all_but_the_end_of_the_costly_part() -> None:
+        while len(written) < 900:
+            written.append(generator.choice([token for token in allowed(constraint, written) if token != ord("z")]))
+
     with pytest.raises(ConstraintError):
-        sample_until_error(constraint, written)
+        sample_all_but_the_end_of_the_costly_part()
     for other, prefix in product((other_answer, constraint.fork(), constraint), (written[:3], [])):
         with pytest.raises(ConstraintError):
             other.allowed(prefix)
-    assert COMPILER.gbnf(COSTLY).allowed(b"aaa") is not None
+    assert COMPILER.gbnf(costly).allowed(b"aaa") is not None
 
 
 def test_grammar_is_compiled_once_and_eight_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,6 @@ import json
 
 from specserve.grammar.layout import Layout
 
-VALUE = {
-    "name": 'a "quoted, [odd]: {name} \\',
-    "tags": ["x", "y", "z"],
-    "size": {"width": 1, "height": -2.5e3},
-    "items": [{"id": 1, "ok": True}, {"id": 2, "ok": False}],
-    "end": None,
-}
-
 
 def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
     """Actual and predicted whitespace between all adjacent characters outside strings, numbers and literals."""
@@ -30,8 +22,15 @@ def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
 
 
 def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
+    value = {
+        "name": 'a "quoted, [odd]: {name} \\',
+        "tags": ["x", "y", "z"],
+        "size": {"width": 1, "height": -2.5e3},
+        "items": [{"id": 1, "ok": True}, {"id": 2, "ok": False}],
+        "end": None,
+    }
     for options in ({"indent": 2}, {"indent": 4}, {"indent": "\t"}, {}, {"separators": (",", ":")}):
-        seen = gaps(json.dumps(VALUE, **options).encode())
+        seen = gaps(json.dumps(value, **options).encode())
         wrong = [pair for pair in seen if pair[0] != pair[1]]
         # There is no prediction before the first bracket and the first entry, and after the first colon.
         assert [predicted for _, predicted in wrong] == [None] * len(wrong)

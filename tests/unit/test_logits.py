@@ -20,11 +20,9 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
 biases = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100)).map(lambda found: tuple(found.items()))
 
 
-def reference_logits(
-    logits: FloatArray, sampling: SamplingParams, prompt: list[int], generated: list[int]
-) -> FloatArray:
+def reference_logits(row: FloatArray, sampling: SamplingParams, prompt: list[int], generated: list[int]) -> FloatArray:
     """The definitions of bias and penalties, token by token."""
-    processed = logits.copy()
+    processed = row.copy()
     for token in range(VOCABULARY):
         processed[token] += dict(sampling.logit_bias).get(token, 0)
         if token in prompt or token in generated:

@@ -15,8 +15,6 @@ from specserve.machine import Usable, free_memory, parse_cores, quota, usable_co
 
 GIB = 2**30
 GROUP = "system.slice/torchserve.service"
-# In a container the path is the host's, and the container's group is the root.
-PLACES = (GROUP, "system.slice", "")
 
 
 @pytest.fixture
@@ -71,7 +69,8 @@ def test_cores_are_configured_as_linux_writes_them_as_a_list_or_a_number() -> No
             handler(wrong)
 
 
-@pytest.fixture(params=PLACES)
+# In a container the path is the host's, and the container's group is the root.
+@pytest.fixture(params=[GROUP, "system.slice", ""])
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The process's own cgroup or one above, on a machine with 8 GiB available."""
     read = Path.read_text

@@ -96,9 +96,7 @@ def proposal_length(
 
 
 @given(accepted=st.lists(probabilities, max_size=MAX_DRAFTS), reached=probabilities, target=curves)
-def test_a_proposal_is_drafted_as_far_as_its_rows_pay(
-    accepted: list[float], reached: float, target: list[float]
-) -> None:
+def test_a_proposal_is_drafted_as_far_as_rows_pay(accepted: list[float], reached: float, target: list[float]) -> None:
     def gain(length: int) -> float:
         prefixes = [reached * math.prod(accepted[: n + 1]) for n in range(length)]
         return sum(prefixes) - (target[1 + length] - target[1])

@@ -161,26 +161,24 @@ def test_names_are_few_whatever_the_number_of_tools() -> None:
     assert calls(tools).relaxed == ("tools.not", "tools.propertyNames")
 
 
-# Keywords that are relaxed, to be added to schemas at random.
-ADDED: list[dict[str, Any]] = [
-    {"not": {"type": "integer"}},
-    {"if": {"type": "object"}, "then": {"required": ["a"]}},
-    {"propertyNames": {"maxLength": 1}, "uniqueItems": True},
-    {"minProperties": 2},
-    {"patternProperties": {"(?=a)": {"const": 0}}, "additionalProperties": False},
-    {"dependentSchemas": {"a": {"required": ["b"]}}},
-    {"prefixItems": [{"const": 1}], "items": [{"const": 2}], "additionalItems": False},
-    {"pattern": "(?!a)", "maximum": 2**60},
-]
-
-
 @pytest.mark.slow
 def test_what_is_valid_by_a_schema_stays_so_when_it_is_relaxed() -> None:
     """Leaving out a keyword must never leave out a value."""
+    # Keywords that are relaxed, to be added to schemas at random.
+    added: list[dict[str, Any]] = [
+        {"not": {"type": "integer"}},
+        {"if": {"type": "object"}, "then": {"required": ["a"]}},
+        {"propertyNames": {"maxLength": 1}, "uniqueItems": True},
+        {"minProperties": 2},
+        {"patternProperties": {"(?=a)": {"const": 0}}, "additionalProperties": False},
+        {"dependentSchemas": {"a": {"required": ["b"]}}},
+        {"prefixItems": [{"const": 1}], "items": [{"const": 2}], "additionalItems": False},
+        {"pattern": "(?!a)", "maximum": 2**60},
+    ]
     count = 0
     for seed in range(100):
         schema = Schemas(seed).whole()
-        schema["oneOf"] = [branch | ADDED[(seed + n) % len(ADDED)] for n, branch in enumerate(schema["oneOf"])]
+        schema["oneOf"] = [branch | added[(seed + n) % len(added)] for n, branch in enumerate(schema["oneOf"])]
         tool = {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": schema, **schema["$defs"]}}
         constraint = calls({"t": tool})
         by_schema = jsonschema.Draft202012Validator(schema | {"$defs": tool["$defs"]})

@@ -58,10 +58,8 @@ TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_C
 COMPILER = GrammarCompiler(WORDS)
 
 
-def calls(
-    compiler: GrammarCompiler = COMPILER, *, required: bool = False, **options: Any
-) -> Constraint | CallConstraint:
-    return compiler.calls(TOOLS, QWEN, required=required, parallel=True, **options)
+def calls(compiler: GrammarCompiler = COMPILER, **options: Any) -> Constraint | CallConstraint:
+    return compiler.calls(TOOLS, QWEN, **{"required": False, "parallel": True} | options)
 
 
 def mask_of(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[int] | None:
@@ -251,21 +249,19 @@ def test_beside_a_format_the_answer_is_a_call_or_formatted() -> None:
         COMPILER.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 
 
-REFUSED1: list[Any] = [
-    ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
-    ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
-    ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
-    ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
-    ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
-    ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
-    ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
-]
-
-
 def test_tools_that_cannot_be_followed_are_refused_by_name_and_as_many_as_are_allowed_are_not() -> None:
+    refused: list[Any] = [
+        ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
+        ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
+        ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
+        ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
+        ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
+        ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
+        ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
+    ]
     most = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
     for required in [False, True]:
-        for tools, reason in REFUSED1:
+        for tools, reason in refused:
             with pytest.raises(RequestError, match=reason) as caught:
                 COMPILER.calls(tools, QWEN, required=required, parallel=True, strict=tools)
             assert (caught.value.status, caught.value.param) == (400, "tools")

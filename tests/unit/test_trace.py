@@ -39,9 +39,7 @@ def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) ->
     assert not {"client", "cache_salt", "text"} & {*first, *second}
 
 
-def test_files_are_rotated_within_their_size_and_readable_by_their_owner_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_rotated_and_readable_by_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_BYTES", 2000)
     trace = Trace(tmp_path / "traces" / FILE)
     for _ in range(100):
@@ -73,9 +71,7 @@ def test_an_observer_that_fails_is_one_line_of_the_log(caplog: pytest.LogCapture
     assert "No space left" in caplog.text
 
 
-def test_report_shows_acceptance_by_family_draft_length_and_position(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_has_acceptance_by_family_gamma_and_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Trace(tmp_path / FILE)
     trace.round(a_round(["model", "model"], 2))
     trace.round(a_round(["lookup", "model"], 0))

@@ -39,11 +39,13 @@ def accepts(constraint: Constraint, value: Any) -> bool:
 
 STRING, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": INTEGER}, "required": ["kind", "lives"]}
+LAX_CAT = {"properties": CAT["properties"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
 BLACK, WHITE = (
     {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}, "required": ["lives"]}
     for colour in ("black", "white")
 )
+NUMBERS = {"oneOf": [{"type": "number"}, INTEGER]}
 BRANCHING = {"left": {"$ref": "#/$defs/union"}, "kind": {"const": "tree"}}
 TREE = {"type": "object", "properties": BRANCHING, "required": ["left", "kind"]}
 
@@ -83,9 +85,6 @@ def test_exclusive_branches_are_taken() -> None:
         by_schema = jsonschema.Draft202012Validator(schema)
         for value in valid + invalid:
             assert accepts(constraint, value) == (value in valid) == by_schema.is_valid(value), (schema, value)
-
-
-NUMBERS, LAX_CAT = {"oneOf": [{"type": "number"}, INTEGER]}, {"properties": CAT["properties"]}
 
 
 def test_branches_that_may_overlap_are_refused_with_their_place() -> None:

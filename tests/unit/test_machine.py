@@ -1,9 +1,9 @@
 """The cores and the memory that this process may use: affinity, hardware threads, cgroups, the operator's choice."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,31 +18,25 @@ GROUP = "system.slice/torchserve.service"
 
 
 @pytest.fixture
-def eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float | None], None]:
-    """Four physical cores with two hardware threads each, 0 and 4, 1 and 5, ...; a function that sets the quota."""
+def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four physical cores with two hardware threads each, 0 and 4, 1 and 5, ...; there is no quota."""
     for core in range(8):
         topology = tmp_path / f"cpu{core}/topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
     monkeypatch.setattr(machine, "_CPUS", tmp_path)
-
-    def grant(cores: float | None) -> None:
-        monkeypatch.setattr(machine, "quota", lambda: cores)
-
-    grant(None)
-    return grant
+    monkeypatch.setattr(machine, "quota", Mock(return_value=None))
 
 
-def test_one_thread_runs_on_each_physical_core_and_more_on_further_hardware_threads(
-    eight_cores: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_eight_cores")
+def test_one_thread_runs_on_each_physical_core_and_more_on_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores() == Usable((0, 1, 2, 3), 4)
     assert usable_cores(threads=6) == Usable((0, 1, 2, 3, 4, 5), 6)
     assert usable_cores(threads=2) == Usable((0, 1, 2, 3), 2)
     assert usable_cores(threads=64).threads == 8
     for granted, threads in ((0.5, 1), (1.5, 2), (3.0, 3), (16.0, 4)):
-        eight_cores(granted)
+        monkeypatch.setattr(machine, "quota", Mock(return_value=granted))
         assert usable_cores() == Usable((0, 1, 2, 3), threads)
     # The operator's choice has one thread a core.
     assert usable_cores([1, 5]) == Usable((1, 5), 2)

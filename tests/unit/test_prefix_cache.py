@@ -78,9 +78,7 @@ def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached() -> None
 def test_sequences_that_finished_first_make_room_first() -> None:
     for wanted, cached in [(40, [20, 20, 20]), (41, [0, 20, 20]), (61, [0, 0, 20]), (100, [0, 0, 0])]:
         bench = Bench(n_slots=3, n_cells=100)
-        sequences = [bench.start([token] * 20) for token in range(3)]
-        for sequence in sequences:
-            bench.cache.release(sequence)
+        sequences = [bench.finish([token] * 20) for token in range(3)]
         bench.cache.make_room(wanted)
         assert bench.lengths(*sequences) == cached
 

@@ -15,9 +15,8 @@ from specserve.grammar.constraint import Constraint
 from test_tool_calls import QWEN, TAGGED, sample
 from test_unions import CAT, INTEGER, NULL, STRING, VALUES, Schemas, spellings
 
-VOCABULARY = TAGGED
-TAGS = QWEN.tags(VOCABULARY)
-COMPILER = GrammarCompiler(VOCABULARY)
+TAGS = QWEN.tags(TAGGED)
+COMPILER = GrammarCompiler(TAGGED)
 
 
 def calls(tools: dict[str, Any], strict: Iterable[str] = ()) -> Constraint:
@@ -29,7 +28,7 @@ def calls(tools: dict[str, Any], strict: Iterable[str] = ()) -> Constraint:
 def accepts(constraint: Constraint, name: str, arguments: Any) -> bool:
     """Whether an answer could be this call."""
     text = f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-    tokens = VOCABULARY.encode(text, special=True)
+    tokens = TAGGED.encode(text, special=True)
     return constraint.follows(tokens) and constraint.complete(tokens)
 
 
@@ -127,7 +126,7 @@ def test_a_tool_is_taken_without_strict_and_what_it_does_not_hold_is_named() -> 
         assert constraint.relaxed == tuple(f"tools.tool.{keyword}" for keyword in relaxed)
         held = validator({} if relaxed == ["parameters"] else schema, relaxed)
         for seed in range(5):
-            text = sample(constraint.fork(), VOCABULARY, seed, TAGS)
+            text = sample(constraint.fork(), TAGGED, seed, TAGS)
             found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
             assert found
             call = json.loads(found[1])

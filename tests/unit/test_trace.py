@@ -23,8 +23,7 @@ FILE = "qwen-1.0.jsonl"
 
 
 def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> SequenceStep:
-    info = RequestInfo("r", family)
-    return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
+    return finished_step(RequestInfo("r", family), drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
 
 
 def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The distribution that sampling parameters define for a row of logits, and drawing tokens from it."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,16 +34,10 @@ def reference_distribution(row: FloatArray, sampling: SamplingParams) -> FloatAr
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
-    total = sum(p[token] for token in order)
-    kept, mass = [], 0.0
-    for token in order:
-        kept.append(token)
-        mass += p[token]
-        if mass >= sampling.top_p * total:
-            break
-    if sampling.top_p >= 1:
-        kept = order
-    kept = [token for token in kept if p[token] >= sampling.min_p * p[order[0]]]
+    if sampling.top_p < 1:
+        masses = list(accumulate(p[token] for token in order))
+        order = order[: 1 + sum(mass < sampling.top_p * masses[-1] for mass in masses)]
+    kept = [token for token in order if p[token] >= sampling.min_p * p[order[0]]]
     result: FloatArray = np.zeros_like(p)
     result[kept] = p[kept] / p[kept].sum()
     return result

@@ -3,6 +3,7 @@
 import math
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -99,23 +100,21 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     assert threading.get_ident() not in scheduler.threads
 
 
-def test_an_exception_in_a_round_fails_its_sequences_and_one_while_storing_none(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_a_round_fails_sequences_and_one_while_storing_none(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = FakeScheduler(3)
-    monkeypatch.setattr(scheduler, "run_round", lambda: 1 / 0)
-    loop_of(scheduler).run()
+    with patch.object(scheduler, "run_round", side_effect=ZeroDivisionError("division by zero")):
+        loop_of(scheduler).run()
     assert [str(fault) for fault in scheduler.faults] == ["division by zero"]
     assert "a round failed" in caplog.text
     caplog.clear()
     scheduler = FakeScheduler(0)
     loop = loop_of(scheduler)
-    monkeypatch.setattr(scheduler, "check_caches", lambda: 1 / 0)
-    loop.start()
-    loop.join()
-    assert "ZeroDivisionError" in caplog.text
-    scheduler.left = 1
-    loop.run()
+    with patch.object(scheduler, "check_caches", side_effect=ZeroDivisionError):
+        loop.start()
+        loop.join()
+        assert "ZeroDivisionError" in caplog.text
+        scheduler.left = 1
+        loop.run()
     assert scheduler.left == 0
 
 

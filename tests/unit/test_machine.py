@@ -70,11 +70,8 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     read = Path.read_text
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr(
-        Path,
-        "read_text",
-        lambda self, **options: f"0::/{GROUP}\n" if self == Path("/proc/self/cgroup") else read(self, **options),
-    )
+    own = {Path("/proc/self/cgroup"): f"0::/{GROUP}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: own.get(self) or read(self, **options))
     directory: Path = tmp_path / request.param
     directory.mkdir(parents=True, exist_ok=True)
     return directory

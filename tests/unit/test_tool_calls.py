@@ -48,8 +48,6 @@ SYNTAX = {name: syntax for name, (_, syntax) in FORMATS.items()}
 QWEN = SYNTAX["Qwen, Hermes"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
-
-
 # Bytes, and tokens that reach beyond triggers.
 BEYOND_TRIGGERS = [b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
 WORDS = Pieces([*BYTES, *BEYOND_TRIGGERS])

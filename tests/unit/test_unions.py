@@ -6,7 +6,6 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from itertools import permutations
 from typing import Annotated, Any, Literal
 
@@ -184,12 +183,12 @@ def test_an_accepted_union_means_exactly_what_json_schema_says() -> None:
     assert list(differences(600)) == []
 
 
-def of_any_type(branches: list[Any]) -> list[dict[str, Any]]:
-    return [{**branch, "type": TYPES} for branch in unions.exactly_one_present(branches)]
-
-
 def test_a_planted_fault_changes_what_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All branches exclude each other; a schema without a type is one of objects; what is no object is forgotten."""
+
+    def of_any_type(branches: list[Any]) -> list[dict[str, Any]]:
+        return [{**branch, "type": TYPES} for branch in unions.exactly_one_present(branches)]
+
     faults: list[tuple[Any, str, Any]] = [
         (unions.Exclusion, "overlap", lambda *_: None),
         (unions, "_TYPES", frozenset({"object"})),
@@ -202,20 +201,15 @@ def test_a_planted_fault_changes_what_is_accepted(monkeypatch: pytest.MonkeyPatc
             assert next(differences(1500), None), name
 
 
-class Operator(StrEnum):
-    ADD = "add"
-    NUMBER = "number"
-
-
 class Number(BaseModel):
-    operator: Literal[Operator.NUMBER] = Operator.NUMBER
+    operator: Literal["number"] = "number"
     value: int
 
 
 class Sum(BaseModel):
     """A recursive union, whose discriminator has a default: the schema does not require it, but pydantic does."""
 
-    operator: Literal[Operator.ADD] = Operator.ADD
+    operator: Literal["add"] = "add"
     terms: list[Annotated[Sum | Number, Field(discriminator="operator")]]
     last: Annotated[Sum | Number, Field(discriminator="operator")] | None = None
 

@@ -32,18 +32,19 @@ class FakeMachine:
     def read(self) -> Usage:
         return Usage(dict(self._threads), dict(self._ticks), self.allowed)
 
-    def run(self, placement: Placement, seconds: float = 1.0) -> None:
-        """Let passes run for so many seconds; a busy core is shared fairly."""
-        for core, others in self.taken.items():
-            ours = core in placement.cores
-            got = max(0.5, 1 - others) if ours else 0.0
-            ran, waited = self._threads[core]
-            self._threads[core] = ran + int(1e9 * seconds * got), waited + int(1e9 * seconds * (ours - got))
-            busy, total = self._ticks[core]
-            share = 1.0 if ours else others
-            self._ticks[core] = busy + int(100 * seconds * share), total + int(100 * seconds)
-        self.now += seconds
-        placement.choose_cores()
+    def run(self, placement: Placement, seconds: float = 1.0, *, times: int = 1) -> None:
+        """Let passes run for so many seconds, and choose cores, so many times; a busy core is shared fairly."""
+        for _ in range(times):
+            for core, others in self.taken.items():
+                ours = core in placement.cores
+                got = max(0.5, 1 - others) if ours else 0.0
+                ran, waited = self._threads[core]
+                self._threads[core] = ran + int(1e9 * seconds * got), waited + int(1e9 * seconds * (ours - got))
+                busy, total = self._ticks[core]
+                share = 1.0 if ours else others
+                self._ticks[core] = busy + int(100 * seconds * share), total + int(100 * seconds)
+            self.now += seconds
+            placement.choose_cores()
 
     def clock(self) -> float:
         return self.now

@@ -17,6 +17,8 @@ Table = Mapping[tuple[int, ...], FloatArray]
 # Probability of each output: the joint distribution of its tokens.
 Joint = dict[tuple[int, ...], float]
 Key = tuple[Purpose, int]
+Numbers = Mapping[Key, float]
+Verdicts = Iterator[tuple[Verdict, float]]
 Stop = Callable[[tuple[int, ...]], bool]
 
 _DENOMINATOR = 12
@@ -26,7 +28,7 @@ _LARGEST = 1 - 2.0**-53
 class _ScriptedNoise(Noise):
     """Noise that returns the given numbers, otherwise the largest in [0, 1), and records which were requested."""
 
-    def __init__(self, numbers: Mapping[Key, float]) -> None:
+    def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
         self.requested: list[Key] = []
 
@@ -38,20 +40,18 @@ class _ScriptedNoise(Noise):
         raise AssertionError(f"An enumerated rule does not race ({index}, {part}, {count}).")
 
 
-def verdicts(
-    rule: Rule, p: Sequence[FloatArray], q: Sequence[FloatArray], drafts: Sequence[int], given: Mapping[Key, float]
-) -> Iterator[tuple[Verdict, float]]:
+def verdicts(rule: Rule, p: Distributions, q: Distributions, drafts: Sequence[int], given: Numbers) -> Verdicts:
     """Every verdict on these drafts with its probability over the numbers that are not `given`.
 
     The cases of a number, an interval each, are distinguished by the verdict when every later number is the largest:
     then all later drafts are rejected, so the verdict shows what this number decided.
     """
 
-    def run(numbers: Mapping[Key, float]) -> tuple[Verdict, list[Key]]:
+    def run(numbers: Numbers) -> tuple[Verdict, list[Key]]:
         noise = _ScriptedNoise(numbers)
         return rule(p, q, drafts, noise), noise.requested
 
-    def explore(numbers: Mapping[Key, float]) -> Iterator[tuple[Verdict, float]]:
+    def explore(numbers: Numbers) -> Verdicts:
         verdict, requested = run(numbers)
         key = next((key for key in requested if key not in numbers), None)
         if key is None:

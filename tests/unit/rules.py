@@ -1,13 +1,12 @@
 """Wrong verification rules and noise sources: each test of losslessness must reject those it is meant to detect."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enumeration import Rule
-from specserve.sampling.distribution import FloatArray, draw
+from specserve.sampling.distribution import draw
 from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, Verdict, recover
 
@@ -19,76 +18,64 @@ def noise(kind: type[Noise] = Noise, **keys: int) -> Noise:
 
 def _by_token(
     *,
-    accepts: Callable[[FloatArray, FloatArray, int, Callable[[Purpose], float]], bool] = (
-        lambda p, q, x, number: bool(number(Purpose.ACCEPT) * q[x] < p[x])
-    ),
-    recovers: Callable[[FloatArray, FloatArray, Callable[[Purpose], float]], int] = (
-        lambda p, q, number: recover(p, q, number(Purpose.RECOVER))
-    ),
+    accepts: Purpose = Purpose.ACCEPT,
+    recovers: Purpose = Purpose.RECOVER,
+    from_p: bool = False,
+    typical: bool = False,
 ) -> Rule:
     """Token verification, reimplemented with one part wrong."""
 
     def rule(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
         for i, x in enumerate(drafts):
-            number = partial(noise.uniform, index=i)
-            if not accepts(p[i], q[i], x, number):
-                return Verdict(i, recovers(p[i], q[i], number))
+            is_accepted = p[i][x] >= 0.1 if typical else noise.uniform(accepts, i) * q[i][x] < p[i][x]
+            if not is_accepted:
+                number = noise.uniform(recovers, i)
+                return Verdict(i, draw(p[i], number) if from_p else recover(p[i], q[i], number))
         return Verdict(len(drafts), draw(p[len(drafts)], noise.uniform(Purpose.BONUS, len(drafts))))
 
     return rule
 
 
-def _wrong_block(
-    p: Distributions,
-    q: Distributions,
-    drafts: Sequence[int],
-    noise: Noise,
-    *,
-    last_rule_everywhere: bool = False,
-    weighted: bool = True,
-) -> Verdict:
+def _by_block(*, last_rule_everywhere: bool = False, weighted: bool = True) -> Rule:
     """Block verification, reimplemented with one part wrong."""
-    gamma = len(drafts)
-    n_accepted, weight_there, weight = 0, 1.0, 1.0
-    for i, x in enumerate(drafts):
-        weight = min(1.0, weight * float(p[i][x] / q[i][x]))
-        if weight == 0:
-            break
-        ends = weight
-        if i + 1 < gamma and not last_rule_everywhere:
-            excess = float(np.maximum(weight * p[i + 1] - q[i + 1], 0).sum())
-            ends = excess / (excess + 1 - weight) if excess + 1 > weight else 1.0
-        if noise.uniform(Purpose.ACCEPT, i) < ends:
-            n_accepted, weight_there = i + 1, weight
-    if n_accepted == gamma:
-        return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
-    uniform = noise.uniform(Purpose.RECOVER, n_accepted)
-    return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighted else 1.0))
+
+    def rule(p: Distributions, q: Distributions, drafts: Sequence[int], noise: Noise) -> Verdict:
+        gamma = len(drafts)
+        n_accepted, weight_there, weight = 0, 1.0, 1.0
+        for i, x in enumerate(drafts):
+            weight = min(1.0, weight * float(p[i][x] / q[i][x]))
+            if weight == 0:
+                break
+            ends = weight
+            if i + 1 < gamma and not last_rule_everywhere:
+                excess = float(np.maximum(weight * p[i + 1] - q[i + 1], 0).sum())
+                ends = excess / (excess + 1 - weight) if excess + 1 > weight else 1.0
+            if noise.uniform(Purpose.ACCEPT, i) < ends:
+                n_accepted, weight_there = i + 1, weight
+        if n_accepted == gamma:
+            return Verdict(gamma, draw(p[gamma], noise.uniform(Purpose.BONUS, gamma)))
+        uniform = noise.uniform(Purpose.RECOVER, n_accepted)
+        return Verdict(n_accepted, recover(p[n_accepted], q[n_accepted], uniform, weight_there if weighted else 1.0))
+
+    return rule
 
 
 WRONG_RULES: dict[str, Rule] = {
-    "recovers from p": _by_token(recovers=lambda p, _q, number: draw(p, number(Purpose.RECOVER))),
-    "recovers with the number that rejected": _by_token(
-        recovers=lambda p, q, number: recover(p, q, number(Purpose.ACCEPT))
-    ),
-    "accepts with the number that drew the draft": _by_token(
-        accepts=lambda p, q, x, number: bool(number(Purpose.DRAFT) * q[x] < p[x])
-    ),
-    "accepts every draft of .1 or more, as typical acceptance": _by_token(
-        accepts=lambda p, _q, x, _number: bool(p[x] >= 0.1)
-    ),
+    "recovers from p": _by_token(from_p=True),
+    "recovers with the number that rejected": _by_token(recovers=Purpose.ACCEPT),
+    "accepts with the number that drew the draft": _by_token(accepts=Purpose.DRAFT),
+    "accepts every draft of .1 or more, as typical acceptance": _by_token(typical=True),
     # Wrong only in rounds of two or more drafts.
-    "ends a block by w at every draft, which is right for the last": partial(_wrong_block, last_rule_everywhere=True),
-    "recovers from the residual of p and q instead of w p and q": partial(_wrong_block, weighted=False),
+    "ends a block by w at every draft, which is right for the last": _by_block(last_rule_everywhere=True),
+    "recovers from the residual of p and q instead of w p and q": _by_block(weighted=False),
 }
 
 
 class KeyedByPosition(Noise):
     """WRONG for block verification: numbers are keyed by the position in the output instead of the round."""
 
-    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
-        del round_number
-        super().__init__(secret=secret, round_number=0, seed=seed, choice=choice, position=position)
+    def __init__(self, **keys: int) -> None:
+        super().__init__(**keys | {"round_number": 0})
 
     def uniform(self, purpose: Purpose, index: int) -> float:
         return super().uniform(purpose, self._position + index)
@@ -112,6 +99,5 @@ class CoarseRace(Noise):
 class SameAtEveryPosition(Noise):
     """WRONG for coupled verification: every position has the same numbers."""
 
-    def __init__(self, *, secret: int, round_number: int, seed: int, choice: int, position: int) -> None:
-        del position
-        super().__init__(secret=secret, round_number=round_number, seed=seed, choice=choice, position=0)
+    def __init__(self, **keys: int) -> None:
+        super().__init__(**keys | {"position": 0})

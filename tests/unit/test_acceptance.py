@@ -23,8 +23,7 @@ def sequence(sampling: SamplingParams = GREEDY, verification: Verification = "bl
 def step_of(own: Sequence, *drafters: DrafterName, accepted: int = 0, q: FloatArray | None = None) -> SequenceStep:
     """A verified step with a draft, of confidence .9, by each of these."""
     step = SequenceStep(own, 0, 1, 8)
-    for drafter in drafters:
-        step.drafts.append(Draft(0, q, drafter, 0.9, 0.9))
+    step.drafts += [Draft(0, q, drafter, 0.9, 0.9) for drafter in drafters]
     step.n_accepted = accepted
     return step
 

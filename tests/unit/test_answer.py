@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
 from specserve.api.call_formats import FORMATS, format_of
-from specserve.grammar.call_form import CallForm
 
+QWEN_FORMS = FORMATS["Qwen, Hermes"][1].forms
 NAMES = frozenset({"get", "get_time", "run-2"})
 DEEP = '{"a": [1, {"b": "}] \\" {"}], "c": ""}'
 QWEN = f'<tool_call>\n{{"name": "get", "arguments": {DEEP}}}\n</tool_call>'
@@ -19,6 +19,8 @@ PRETTY = f'{{\n  "name": "get",\n  "arguments": {DEEP}\n}}'
 LLAMA = f'{{"name": "get", "parameters": {DEEP}}}'
 BOTH = ["get", DEEP, "get_time", "{}"]
 
+ONLY_TEXT = ["", " plain text \n", "<tool_cal", "1 < 2 <tool <tool_cell>", '```json\n{"name": "Bob"}\n```']
+ONLY_TEXT += ['{"name": "got", "arguments": {}}', '{"name": "get"}\n', 'Write {"name": "get", "arguments": {}}.']
 # By format, texts and what they consist of: text, and the name and arguments of each call.
 ANSWERS: list[tuple[str, str, str, list[str]]] = [
     ("Qwen, Hermes", f"Let me see. \n\n{QWEN}\n{EMPTY}\n", "Let me see.", BOTH),
@@ -35,25 +37,13 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
     ("Granite", f'<|tool_call|>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Granite, plain tag", f'<tool_call>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     # What only looks like a call is text, to the last character.
-    ("Qwen, Hermes", "", "", []),
-    ("Qwen, Hermes", " plain text \n", " plain text \n", []),
-    ("Qwen, Hermes", 'Write {"name": "get", "arguments": {}}.', 'Write {"name": "get", "arguments": {}}.', []),
-    ("Qwen, Hermes", '{"name": "got", "arguments": {}}', '{"name": "got", "arguments": {}}', []),
-    ("Qwen, Hermes", '{"name": "get"}\n', '{"name": "get"}\n', []),
-    ("Qwen, Hermes", "<tool_cal", "<tool_cal", []),
-    ("Qwen, Hermes", "1 < 2 <tool <tool_cell>", "1 < 2 <tool <tool_cell>", []),
-    ("Qwen, Hermes", '```json\n{"name": "Bob"}\n```', '```json\n{"name": "Bob"}\n```', []),
+    *(("Qwen, Hermes", text, text, list[str]()) for text in ONLY_TEXT),
     # A call that the last allowed token cuts is as long as it came.
     ("Qwen, Hermes", 'a\n<tool_call>\n{"na', "a", []),
     ("Qwen, Hermes", '<tool_call>\n{"name": "get", "argu', "", ["get", ""]),
     ("Qwen, Hermes", '<tool_call>\n{"name": "get", "arguments": {"a": "b', "", ["get", '{"a": "b']),
     ("Qwen, Hermes", '<tool_call>\n{"name": "get", "arguments": {}}\n</tool', "", ["get", "{}"]),
 ]
-
-
-def forms_of(name: str) -> tuple[CallForm, ...]:
-    """The forms of a format of the table."""
-    return FORMATS[name][1].forms
 
 
 def read(reader: AnswerReader, pieces: Sequence[str]) -> tuple[str, list[str]]:
@@ -79,9 +69,10 @@ def read(reader: AnswerReader, pieces: Sequence[str]) -> tuple[str, list[str]]:
 
 def test_text_and_calls_are_read_in_any_two_pieces_and_character_by_character() -> None:
     for name, text, content, calls in ANSWERS:
+        forms = FORMATS[name][1].forms
         for cut in range(len(text) + 1):
-            assert read(AnswerReader(forms_of(name), NAMES), [text[:cut], text[cut:]]) == (content, calls)
-        assert read(AnswerReader(forms_of(name), NAMES), [*text, ""]) == (content, calls)
+            assert read(AnswerReader(forms, NAMES), [text[:cut], text[cut:]]) == (content, calls)
+        assert read(AnswerReader(forms, NAMES), [*text, ""]) == (content, calls)
 
 
 FRAGMENTS = ("<tool_call>", '\n{"name": "', "get", '", "arguments": ', "{}", "}\n</tool_call>", "```json\n", "{", " ")
@@ -94,12 +85,11 @@ FRAGMENTS = ("<tool_call>", '\n{"name": "', "get", '", "arguments": ', "{}", "}\
 def test_an_answer_is_read_alike_in_all_pieces(text: str, cuts: list[int]) -> None:
     at = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[begin:end] for begin, end in itertools.pairwise(at)] or [""]
-    forms = forms_of("Qwen, Hermes")
-    assert read(AnswerReader(forms, NAMES), pieces) == read(AnswerReader(forms, NAMES), [text])
+    assert read(AnswerReader(QWEN_FORMS, NAMES), pieces) == read(AnswerReader(QWEN_FORMS, NAMES), [text])
 
 
 def test_what_cannot_become_a_call_is_returned_at_once_and_arguments_as_they_come() -> None:
-    reader = AnswerReader(forms_of("Qwen, Hermes"), NAMES)
+    reader = AnswerReader(QWEN_FORMS, NAMES)
     assert reader.read("a <tool", done=False) == [Text("a")]
     assert reader.read("box", done=False) == [Text(" <toolbox")]
     assert reader.read('<tool_call>\n{"name": "get', done=False) == []
@@ -113,19 +103,17 @@ def test_without_forms_everything_is_text() -> None:
     assert read(AnswerReader(), [QWEN[:9], QWEN[9:]]) == (QWEN, [])
 
 
-# How templates write calls of earlier turns, or tell the model to.
-TEMPLATES = {
-    "Qwen, Hermes": r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
-    "Llama": """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments }}""",
-    "Mistral": """{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}""",
-    "Mistral, spaced": """{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}""",
-    "Mistral, named": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
-    "Granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
-    "Granite, plain tag": "respond with <tool_call>[{...}]",
-    "any": "{{ messages[0].content }}",
-}
-
-
 def test_a_format_is_found_by_its_template() -> None:
-    assert [format_of(template) for template in TEMPLATES.values()] == list(TEMPLATES)
-    assert TEMPLATES.keys() == FORMATS.keys()
+    # How templates write calls of earlier turns, or tell the model to.
+    templates = {
+        "Qwen, Hermes": r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
+        "Llama": """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments }}""",
+        "Mistral": """{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}""",
+        "Mistral, spaced": """{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}""",
+        "Mistral, named": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
+        "Granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
+        "Granite, plain tag": "respond with <tool_call>[{...}]",
+        "any": "{{ messages[0].content }}",
+    }
+    assert [format_of(template) for template in templates.values()] == list(templates)
+    assert templates.keys() == FORMATS.keys()

@@ -4,7 +4,6 @@ import hashlib
 import json
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,12 +21,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "mine.gguf").write_bytes(b"weights")
     path = tmp_path / "model.yaml"
-    handler: dict[str, Any] = {
-        "model_id": "m",
-        "target": {"path": "mine.gguf"},
-        "trace": "traces",
-        "speculation": {"gamma": 2, "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]},
-    }
+    speculation = {"gamma": 2, "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]}
+    handler = {"model_id": "m", "target": {"path": "mine.gguf"}, "trace": "traces", "speculation": speculation}
     path.write_text(yaml.safe_dump({"batchSize": 12, "continuousBatching": True, "handler": handler}))
     return path
 
@@ -36,11 +31,9 @@ def test_the_archives_yaml_has_absolute_paths_and_checksums(config: Path) -> Non
     here = config.parent
     expected = yaml.safe_load(config.read_text())
     corpus = [str(here / "docs.txt"), "/srv/docs.txt", str(Path("~/docs.txt").expanduser())]
-    expected["handler"] |= {
-        "target": {"path": str(here / "mine.gguf"), "sha256": hashlib.sha256(b"weights").hexdigest()},
-        "trace": str(here / "traces"),
-        "speculation": {"gamma": 2, "corpus": corpus},
-    }
+    target = {"path": str(here / "mine.gguf"), "sha256": hashlib.sha256(b"weights").hexdigest()}
+    speculation = {"gamma": 2, "corpus": corpus}
+    expected["handler"] |= {"target": target, "trace": str(here / "traces"), "speculation": speculation}
     assert prepared_document(config) == expected
     assert prepared_handler(config).trace == here / "traces"
 

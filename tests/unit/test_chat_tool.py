@@ -83,9 +83,8 @@ def test_chat_continues_after_an_error_or_an_interrupt(monkeypatch: pytest.Monke
 
 
 def test_summary_states_the_estimated_time_without_drafts() -> None:
-    assert summary(USAGE, SPECULATION, 10.0) == (
-        "30 tokens in 10.00 s: 3.0 tokens/s, 2.50 tokens a round; decoding took 1.50 s, without drafts 3.00 s by "
-        "estimate (speed-up 2.00)"
-    )
-    assert summary(USAGE, SPECULATION | {"mode": "off"}, 10.0) == "30 tokens in 10.00 s: 3.0 tokens/s, without drafts"
+    speed, tokens_a_round = "30 tokens in 10.00 s: 3.0 tokens/s", "2.50 tokens a round"
+    decoding = "decoding took 1.50 s, without drafts 3.00 s by estimate (speed-up 2.00)"
+    assert summary(USAGE, SPECULATION, 10.0) == f"{speed}, {tokens_a_round}; {decoding}"
+    assert summary(USAGE, SPECULATION | {"mode": "off"}, 10.0) == f"{speed}, without drafts"
     assert summary(USAGE, SPECULATION | {"estimated_speedup": None}, 10.0).endswith("2.50 tokens a round")

@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 
@@ -13,13 +13,11 @@ from specserve.cli import __main__ as specserve
 from specserve.cli import models, paths
 from specserve.errors import ModelLoadError
 
-# For those who work on specserve; the others are for those who use it.
-DEVELOPERS = {"check", "test", "test_clients"}
-
 
 def test_every_script_calls_the_verb_of_its_name_which_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for_developers = {"check", "test", "test_clients"}
     for path in (paths.PROJECT / "scripts").iterdir():
-        if path.is_file() and not path.suffix and path.name not in DEVELOPERS:
+        if path.is_file() and not path.suffix and path.name not in for_developers:
             assert path.read_text().endswith(f'\nexec "$PYTHON" -m specserve.cli {path.name} "$@"\n')
             with pytest.raises(SystemExit) as ended:
                 specserve.main([path.name, "--help"])
@@ -54,9 +52,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture
         assert printed.count("\n") == 1
 
 
-def test_what_a_verb_raises_is_one_line_and_an_exit_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_verb_raises_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     for error, code, line in (
         (ModelLoadError("m.gguf: is no GGUF."), 3, "m.gguf: is no GGUF."),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/there"), 1, "/there: Permission denied."),
@@ -64,8 +60,8 @@ def test_what_a_verb_raises_is_one_line_and_an_exit_code(
         (ModuleNotFoundError(name="rich"), 1, f"{sys.executable} does not have the package rich; the commands"),
         (KeyboardInterrupt(), 130, "interrupted."),
     ):
-        monkeypatch.setattr(models, "run_prepare", Mock(side_effect=error))
-        assert specserve.main(["prepare", "FILE"]) == code
+        with mock.patch.object(models, "run_prepare", side_effect=error):
+            assert specserve.main(["prepare", "FILE"]) == code
         assert capsys.readouterr().err.startswith(f"specserve: {line}")
 
 
@@ -77,7 +73,6 @@ def test_text_that_the_locale_cannot_spell_is_no_traceback() -> None:
     )
     for encoding, shown in (("latin-1", b"gr\xfcn ?\n"), ("utf-8", "gr\ufffdn \u4e16\n".encode())):
         environment = {**os.environ, "PYTHONIOENCODING": encoding}
-        outcome = subprocess.run(
-            [sys.executable, "-c", program], input=b"gr\xfcn\n", capture_output=True, env=environment, check=False
-        )
+        command = [sys.executable, "-c", program]
+        outcome = subprocess.run(command, input=b"gr\xfcn\n", capture_output=True, env=environment, check=False)
         assert (outcome.returncode, outcome.stdout, outcome.stderr) == (0, shown, b"")

@@ -17,37 +17,31 @@ handler:
 """
 
 
-def read(directory: Path, lines: str, keys: str = YAML) -> HandlerConfig:
-    """The configuration that these lines below `handler:` make."""
+def read(directory: Path, text: str) -> HandlerConfig:
     file = directory / "model.yaml"
-    file.write_text(keys + lines, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     return load_yaml(file)[1]
 
 
 def test_off_needs_no_quotes(tmp_path: Path) -> None:
     # YAML reads a bare off as false.
-    handler = read(tmp_path, "  kernels: off\n  speculation: {mode: off}\n")
+    handler = read(tmp_path, YAML + "  kernels: off\n  speculation: {mode: off}\n")
     assert (handler.kernels, handler.speculation.mode) == ("off", "off")
 
 
 def test_what_is_wrong_is_said_in_a_sentence_that_names_the_file_and_the_key(tmp_path: Path) -> None:
-    for lines, sentence in (
-        ("  sequnces: 4\n", "`handler.sequnces`: there is no such key. Did you mean `sequences`?"),
-        ("  zzz: 4\n", "`handler.zzz`: there is no such key."),
-        ("  speculation: {modus: off}\n", "`handler.speculation.modus`: there is no such key. Did you mean `mode`?"),
-        ("  speculation: {mode: on}\n", "`handler.speculation.mode`: Input should be 'auto', 'fixed' or 'off'."),
-        ("  speculation: {gamma: 9, max_gamma: 8}\n", "`handler.speculation`: `gamma` may not be larger than"),
-        ("  context_length: 4096\n  cache_tokens: 1024\n", "`handler`: `cache_tokens` may not be less than"),
-        ("  draft: {sha256: 12}\n", "`handler.draft.sha256`: "),
-        ("  draft: {}\n", "`handler.draft`: give either `path` (a GGUF file) or `hub`"),
-        ("  draft: {hub: weights.gguf}\n", "`handler.draft.hub`: String should match pattern"),
-        ("maxWorkers: 2\n", "`maxWorkers`: Input should be 0 or 1."),
-        ("startupTimeout: 10m\n", "`startupTimeout`: Input should be a valid integer."),
-    ):
-        with pytest.raises(ConfigError) as refusal:
-            read(tmp_path, lines)
-        assert str(refusal.value).startswith(f"{tmp_path / 'model.yaml'}: {sentence}")
-    for keys, sentence in (
+    for text, sentence in (
+        (YAML + "  sequnces: 4", "`handler.sequnces`: there is no such key. Did you mean `sequences`?"),
+        (YAML + "  zzz: 4", "`handler.zzz`: there is no such key."),
+        (YAML + "  speculation: {mod: off}", "`handler.speculation.mod`: there is no such key. Did you mean `mode`?"),
+        (YAML + "  speculation: {mode: on}", "`handler.speculation.mode`: Input should be 'auto', 'fixed' or 'off'."),
+        (YAML + "  speculation: {gamma: 9, max_gamma: 8}", "`handler.speculation`: `gamma` may not be larger than"),
+        (YAML + "  context_length: 4096\n  cache_tokens: 1024", "`handler`: `cache_tokens` may not be less than"),
+        (YAML + "  draft: {sha256: 12}", "`handler.draft.sha256`: "),
+        (YAML + "  draft: {}", "`handler.draft`: give either `path` (a GGUF file) or `hub`"),
+        (YAML + "  draft: {hub: weights.gguf}", "`handler.draft.hub`: String should match pattern"),
+        (YAML + "maxWorkers: 2", "`maxWorkers`: Input should be 0 or 1."),
+        (YAML + "startupTimeout: 10m", "`startupTimeout`: Input should be a valid integer."),
         (YAML.replace("continuousBatching: true", ""), "`continuousBatching`: Field required."),
         (YAML.replace("true", "false"), "`continuousBatching`: Input should be True."),
         ("continuousBatching: true", "there is no `handler:` section; config/smollm2-135m.yaml is a short example."),
@@ -55,7 +49,7 @@ def test_what_is_wrong_is_said_in_a_sentence_that_names_the_file_and_the_key(tmp
         ("a: b: c", "is not valid YAML"),
     ):
         with pytest.raises(ConfigError) as refusal:
-            read(tmp_path, "", keys)
+            read(tmp_path, text)
         assert str(refusal.value).startswith(f"{tmp_path / 'model.yaml'}: {sentence}")
 
 

@@ -13,10 +13,9 @@ def holdback_with(speedup: float, sequences: int, seed: int, spread: float = 0.5
     """A holdback with `sequences` log-normal TPOTs in each group; speculation has `speedup` times the median speed."""
     estimator = Holdback(0.5)
     generator = np.random.default_rng(seed)
-    for tpot in np.exp(generator.normal(math.log(0.1), spread, sequences)):
-        estimator.observe(float(tpot), plain=True)
-    for tpot in np.exp(generator.normal(math.log(0.1 / speedup), spread, sequences)):
-        estimator.observe(float(tpot), plain=False)
+    for plain, median in ((True, 0.1), (False, 0.1 / speedup)):
+        for tpot in np.exp(generator.normal(math.log(median), spread, sequences)):
+            estimator.observe(float(tpot), plain=plain)
     return estimator
 
 

@@ -21,13 +21,12 @@ def test_costs_lie_on_lines_between_measured_ones_and_beyond() -> None:
     assert [*by_length.values()] == pytest.approx([1.0, 1.0, 1.5, 2.0, 3.0], rel=0.01)
 
 
+Pair = tuple[float, float]
 two_rows = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10))
 
 
 @given(two_rows, two_rows, st.integers(0, 40_000), st.integers(0, 40_000))
-def test_costs_never_fall_with_the_length_whatever_was_measured(
-    near: tuple[float, float], far: tuple[float, float], shorter: int, added: int
-) -> None:
+def test_costs_never_fall_with_length_whatever_was_measured(near: Pair, far: Pair, shorter: int, added: int) -> None:
     costs = PassCosts(CostTable((1, 8), (64, 4096), (near, far)))
     for rows in (1, 3, 8, 20):
         assert costs.seconds(rows, shorter) <= costs.seconds(rows, shorter + added)

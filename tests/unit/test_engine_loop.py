@@ -3,6 +3,7 @@
 import math
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -13,13 +14,11 @@ from specserve.core.engine_loop import EngineLoop, engine_thread
 class FakeScheduler:
     """A scheduler with `left` rounds and, while none is left, `unstored` parts of prefixes."""
 
-    def __init__(self, left: int, *, unstored: int = 0, waits: bool = False) -> None:
-        self.left = left
-        self.awaiting_first_token = 0
+    def __init__(self, left: int, *, unstored: int = 0) -> None:
+        self.left, self.awaiting_first_token = left, 0
         self.unstored, self.stored = unstored, 0
         self.may_finish, self.started, self.stored_five = threading.Event(), threading.Event(), threading.Event()
-        if not waits:
-            self.may_finish.set()
+        self.may_finish.set()
         self.threads: set[int] = set()
         self.faults: list[Exception] = []
 
@@ -64,7 +63,8 @@ def test_a_slice_has_at_least_one_round_and_ends_in_time_or_with_the_last_sequen
 
 def test_a_started_slice_runs_before_join_and_may_be_interrupted_after_its_round_but_not_the_next() -> None:
     for interrupts in (False, True):
-        scheduler = FakeScheduler(5, waits=True)
+        scheduler = FakeScheduler(5)
+        scheduler.may_finish.clear()
         loop = loop_of(scheduler)
         loop.start()
         assert scheduler.started.wait(10)
@@ -100,23 +100,21 @@ def test_every_round_runs_in_the_engine_thread() -> None:
     assert threading.get_ident() not in scheduler.threads
 
 
-def test_an_exception_in_a_round_fails_its_sequences_and_one_while_storing_none(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_in_a_round_fails_sequences_and_one_while_storing_none(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = FakeScheduler(3)
-    monkeypatch.setattr(scheduler, "run_round", lambda: 1 / 0)
-    loop_of(scheduler).run()
+    with patch.object(scheduler, "run_round", side_effect=ZeroDivisionError("division by zero")):
+        loop_of(scheduler).run()
     assert [str(fault) for fault in scheduler.faults] == ["division by zero"]
     assert "a round failed" in caplog.text
     caplog.clear()
     scheduler = FakeScheduler(0)
     loop = loop_of(scheduler)
-    monkeypatch.setattr(scheduler, "check_caches", lambda: 1 / 0)
-    loop.start()
-    loop.join()
-    assert "ZeroDivisionError" in caplog.text
-    scheduler.left = 1
-    loop.run()
+    with patch.object(scheduler, "check_caches", side_effect=ZeroDivisionError):
+        loop.start()
+        loop.join()
+        assert "ZeroDivisionError" in caplog.text
+        scheduler.left = 1
+        loop.run()
     assert scheduler.left == 0
 
 

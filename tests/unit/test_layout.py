@@ -4,14 +4,6 @@ import json
 
 from specserve.grammar.layout import Layout
 
-VALUE = {
-    "name": 'a "quoted, [odd]: {name} \\',
-    "tags": ["x", "y", "z"],
-    "size": {"width": 1, "height": -2.5e3},
-    "items": [{"id": 1, "ok": True}, {"id": 2, "ok": False}],
-    "end": None,
-}
-
 
 def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
     """Actual and predicted whitespace between all adjacent characters outside strings, numbers and literals."""
@@ -30,8 +22,15 @@ def gaps(text: bytes) -> list[tuple[bytes, bytes | None]]:
 
 
 def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
+    value = {
+        "name": 'a "quoted, [odd]: {name} \\',
+        "tags": ["x", "y", "z"],
+        "size": {"width": 1, "height": -2.5e3},
+        "items": [{"id": 1, "ok": True}, {"id": 2, "ok": False}],
+        "end": None,
+    }
     for options in ({"indent": 2}, {"indent": 4}, {"indent": "\t"}, {}, {"separators": (",", ":")}):
-        seen = gaps(json.dumps(VALUE, **options).encode())
+        seen = gaps(json.dumps(value, **options).encode())
         wrong = [pair for pair in seen if pair[0] != pair[1]]
         # There is no prediction before the first bracket and the first entry, and after the first colon.
         assert [predicted for _, predicted in wrong] == [None] * len(wrong)
@@ -40,26 +39,25 @@ def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
 
 
 ONE_LINE, BEGUN = b'{\n  "a": [1, 2],\n  "b": [', b'{\n    "a": 1,\n'
-PREDICTED: list[tuple[bytes, str, bytes | None]] = [
-    # Lists on one line among indented entries.
-    (ONE_LINE, "3", b""),
-    (ONE_LINE + b"3", ",", b""),
-    (ONE_LINE + b"3,", "4", b" "),
-    (ONE_LINE + b"3", "]", b""),
-    (ONE_LINE + b"3]", "}", b"\n"),
-    # The rest of a gap, and one that differs.
-    (BEGUN, '"', b"    "),
-    (BEGUN + b"    ", '"', b""),
-    (BEGUN + b"     ", '"', None),
-    (BEGUN + b"\t", '"', None),
-    # Brackets beyond the maximum depth share one layout.
-    (b"[" * 50 + b"1, 2,", "3", b" "),
-    (b"[" * 50 + b"1, 2]", "]", b""),
-]
 
 
 def test_whitespace_is_predicted_before_a_character() -> None:
-    for text, character, expected in PREDICTED:
+    for text, character, expected in (
+        # Lists on one line among indented entries.
+        (ONE_LINE, "3", b""),
+        (ONE_LINE + b"3", ",", b""),
+        (ONE_LINE + b"3,", "4", b" "),
+        (ONE_LINE + b"3", "]", b""),
+        (ONE_LINE + b"3]", "}", b"\n"),
+        # The rest of a gap, and one that differs.
+        (BEGUN, '"', b"    "),
+        (BEGUN + b"    ", '"', b""),
+        (BEGUN + b"     ", '"', None),
+        (BEGUN + b"\t", '"', None),
+        # Brackets beyond the maximum depth share one layout.
+        (b"[" * 50 + b"1, 2,", "3", b" "),
+        (b"[" * 50 + b"1, 2]", "]", b""),
+    ):
         assert Layout().read(text).before(ord(character)) == expected, (text, character)
 
 

@@ -17,13 +17,12 @@ from specserve.sequence import SamplingParams, Sequence, SpeculationParams
 
 VOCABULARY = 8
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=12)
+biases = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100)).map(lambda found: tuple(found.items()))
 
 
-def reference_logits(
-    logits: FloatArray, sampling: SamplingParams, prompt: list[int], generated: list[int]
-) -> FloatArray:
+def reference_logits(row: FloatArray, sampling: SamplingParams, prompt: list[int], generated: list[int]) -> FloatArray:
     """The definitions of bias and penalties, token by token."""
-    processed = logits.copy()
+    processed = row.copy()
     for token in range(VOCABULARY):
         processed[token] += dict(sampling.logit_bias).get(token, 0)
         if token in prompt or token in generated:
@@ -39,9 +38,7 @@ def reference_logits(
     st.lists(st.floats(-5, 5), min_size=VOCABULARY, max_size=VOCABULARY),
     st.builds(
         SamplingParams,
-        logit_bias=st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100)).map(
-            lambda d: tuple(d.items())
-        ),
+        logit_bias=biases,
         repetition_penalty=st.floats(0.5, 2),
         frequency_penalty=st.floats(-2, 2),
         presence_penalty=st.floats(-2, 2),
@@ -58,21 +55,23 @@ def test_penalise_equals_its_definition(
     assert row.tolist() == logits
 
 
-LOGITS = np.arange(VOCABULARY, dtype=np.float32)
+def processed(
+    row: FloatArray, output: list[int], drafts: list[int], constraint: Alternating | None = None, **sampling: Any
+) -> FloatArray:
+    sequence = Sequence([1], SamplingParams(**sampling), SpeculationParams(), max_tokens=9, constraint=constraint)
+    sequence.tokens += output
+    return process_logits(row, sequence, drafts)
 
 
 def possible(output: list[int], constraint: Alternating | None = None, **sampling: Any) -> list[int]:
     """The tokens that may follow an output, of which all but the first token are drafts."""
-    sequence = Sequence([1], SamplingParams(**sampling), SpeculationParams(), max_tokens=9, constraint=constraint)
-    sequence.tokens += output[:1]
-    return np.flatnonzero(np.isfinite(process_logits(LOGITS, sequence, output[1:]))).tolist()
+    row = np.arange(VOCABULARY, dtype=np.float32)
+    return np.flatnonzero(np.isfinite(processed(row, output[:1], output[1:], constraint, **sampling))).tolist()
 
 
 def test_draft_tokens_count_as_generated_for_penalties() -> None:
-    sequence = Sequence([1], SamplingParams(frequency_penalty=2.0), SpeculationParams(), max_tokens=9)
-    sequence.tokens += [2, 3]
     row = np.array([0.0, 0, 3, 2.5])
-    assert [process_logits(row, sequence, drafts).argmax() for drafts in ([], [2])] == [2, 3]
+    assert [processed(row, [2, 3], drafts, frequency_penalty=2.0).argmax() for drafts in ([], [2])] == [2, 3]
 
 
 def test_tokens_that_a_request_forbids_have_probability_0() -> None:
@@ -93,8 +92,7 @@ def test_a_grammar_and_biases_that_leave_no_token_say_so() -> None:
     with pytest.raises(ConstraintError, match="no token"):
         possible([2], grammar, logit_bias=no_odd)
     # Logits that are no numbers are the model's failure.
-    sequence = Sequence([1], SamplingParams(), SpeculationParams(), max_tokens=9, constraint=grammar)
-    assert np.isnan(process_logits(np.full(VOCABULARY, np.nan), sequence, [2])).any()
+    assert np.isnan(processed(np.full(VOCABULARY, np.nan), [], [2], grammar)).any()
 
 
 def test_an_answer_that_follows_a_grammar_may_end_before_min_tokens_where_nothing_else_can_follow() -> None:

@@ -1,9 +1,9 @@
 """The cores and the memory that this process may use: affinity, hardware threads, cgroups, the operator's choice."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,36 +15,28 @@ from specserve.machine import Usable, free_memory, parse_cores, quota, usable_co
 
 GIB = 2**30
 GROUP = "system.slice/torchserve.service"
-# In a container the path is the host's, and the container's group is the root.
-PLACES = (GROUP, "system.slice", "")
 
 
 @pytest.fixture
-def eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float | None], None]:
-    """Four physical cores with two hardware threads each, 0 and 4, 1 and 5, ...; a function that sets the quota."""
+def _eight_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four physical cores with two hardware threads each, 0 and 4, 1 and 5, ...; there is no quota."""
     for core in range(8):
         topology = tmp_path / f"cpu{core}/topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
     monkeypatch.setattr(machine, "_CPUS", tmp_path)
-
-    def grant(cores: float | None) -> None:
-        monkeypatch.setattr(machine, "quota", lambda: cores)
-
-    grant(None)
-    return grant
+    monkeypatch.setattr(machine, "quota", Mock(return_value=None))
 
 
-def test_one_thread_runs_on_each_physical_core_and_more_on_further_hardware_threads(
-    eight_cores: Callable[[float | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_eight_cores")
+def test_one_thread_runs_on_each_physical_core_and_more_on_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cores() == Usable((0, 1, 2, 3), 4)
     assert usable_cores(threads=6) == Usable((0, 1, 2, 3, 4, 5), 6)
     assert usable_cores(threads=2) == Usable((0, 1, 2, 3), 2)
     assert usable_cores(threads=64).threads == 8
     for granted, threads in ((0.5, 1), (1.5, 2), (3.0, 3), (16.0, 4)):
-        eight_cores(granted)
+        monkeypatch.setattr(machine, "quota", Mock(return_value=granted))
         assert usable_cores() == Usable((0, 1, 2, 3), threads)
     # The operator's choice has one thread a core.
     assert usable_cores([1, 5]) == Usable((1, 5), 2)
@@ -71,17 +63,15 @@ def test_cores_are_configured_as_linux_writes_them_as_a_list_or_a_number() -> No
             handler(wrong)
 
 
-@pytest.fixture(params=PLACES)
+# In a container the path is the host's, and the container's group is the root.
+@pytest.fixture(params=[GROUP, "system.slice", ""])
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The process's own cgroup or one above, on a machine with 8 GiB available."""
     read = Path.read_text
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr(
-        Path,
-        "read_text",
-        lambda self, **options: f"0::/{GROUP}\n" if self == Path("/proc/self/cgroup") else read(self, **options),
-    )
+    own = {Path("/proc/self/cgroup"): f"0::/{GROUP}\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: own.get(self) or read(self, **options))
     directory: Path = tmp_path / request.param
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -95,11 +85,8 @@ def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(group: Path) 
 
 def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(group: Path) -> None:
     assert free_memory() == 8 * GIB
-    for limit, used, cached, free in (
-        ("max", GIB, 0, 8 * GIB),
-        (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2),
-        (GIB, 2 * GIB, 0, 0),
-    ):
+    capped, exceeded = (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2), (GIB, 2 * GIB, 0, 0)
+    for limit, used, cached, free in (("max", GIB, 0, 8 * GIB), capped, exceeded):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"active_file {cached}\ninactive_file {cached}\nother 9\n")

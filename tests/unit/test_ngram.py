@@ -41,9 +41,6 @@ def predicted(prediction: list[int], answer: list[int], drafts: list[int] | None
     return proposer.propose(asked, drafts or [], most)
 
 
-# The index
-
-
 def texts(alphabet: int) -> st.SearchStrategy[list[int]]:
     """Texts over a small alphabet with repeated blocks, some repeated often enough to be periodic."""
     block = st.tuples(st.lists(st.integers(1, alphabet), max_size=7), st.integers(1, 12))
@@ -133,9 +130,6 @@ def test_no_text_takes_much_work_or_memory() -> None:
         assert peak - memory < 50_000
 
 
-# Pools
-
-
 def test_an_answer_goes_on_as_a_finished_one_of_its_pool_did_but_never_beyond_its_end() -> None:
     pools = Pools(1000)
     pools.add(("", "a"), [1, 2], ANSWER)
@@ -192,9 +186,6 @@ def test_a_client_with_many_pools_loses_the_one_it_used_longest_ago_and_others_l
         none.add(pool, [1], [2, 3, 4])
         assert none.of(pool) == []
     assert sum(bool(pools.of(("tiny", str(number)))) for number in range(100)) < 20, "a token counts as more"
-
-
-# Predictions
 
 
 def test_a_prediction_is_proposed_from_its_beginning_and_not_after_its_end() -> None:

@@ -12,9 +12,7 @@ from specserve.sampling.noise import Noise, Purpose
 
 def test_different_keys_give_different_numbers() -> None:
     keys = itertools.product((0, 1, 2**64 - 1), (0, 1, 99), Purpose, (0, 1, 16))
-    numbers = [
-        noise(secret=secret, round_number=number).uniform(purpose, index) for secret, number, purpose, index in keys
-    ]
+    numbers = [noise(secret=secret, round_number=n).uniform(purpose, index) for secret, n, purpose, index in keys]
     assert len(set(numbers)) == len(numbers)
     # Of the secret and not of the seed, or two sequences would share them.
     assert noise(seed=6, choice=1, position=7).uniform(Purpose.DRAFT, 0) == noise().uniform(Purpose.DRAFT, 0)
@@ -23,9 +21,8 @@ def test_different_keys_give_different_numbers() -> None:
 def test_numbers_are_uniform_and_independent_between_purposes() -> None:
     """Kolmogorov-Smirnov and a rank correlation on 5,000 numbers, false-alarm rate 1e-4 each."""
     drafts = [noise(secret=secret).uniform(Purpose.DRAFT, 0) for secret in range(5000)]
-    assert stats.spearmanr(drafts, [0.9 * number + 0.05 for number in drafts]).pvalue < 1e-4, (
-        "the test must detect shared numbers"
-    )
+    shared = [0.9 * number + 0.05 for number in drafts]
+    assert stats.spearmanr(drafts, shared).pvalue < 1e-4, "the test must detect shared numbers"
     assert stats.kstest(np.square(drafts), "uniform").pvalue < 1e-4, "the test must detect another distribution"
     accepts = [noise(secret=secret).uniform(Purpose.ACCEPT, 0) for secret in range(5000)]
     assert stats.kstest(drafts, "uniform").pvalue > 1e-4

@@ -9,9 +9,8 @@ from tables import PAGE, page, read_results
 
 PARTS = ("handler", "tests", "benchmarks", "config")
 PAGES = [*PROJECT.glob("*.md"), *(path for part in (".github", *PARTS) for path in (PROJECT / part).rglob("*.md"))]
-SOURCES = [
-    path for part in PARTS for kind in ("py", "h", "cpp", "yaml") for path in (PROJECT / part).rglob(f"*.{kind}")
-]
+KINDS = ("py", "h", "cpp", "yaml")
+SOURCES = [path for part in PARTS for kind in KINDS for path in (PROJECT / part).rglob(f"*.{kind}")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 REFERENCE = re.compile(r"benchmarks/decisions/[\w-]+\.md")
 

@@ -67,25 +67,19 @@ def test_ratio_compares_answers_to_the_same_prompt() -> None:
     def answer(tokens: int, seconds: float, prompt_seconds: float, text: str) -> Row:
         return {"text": text, "tokens": tokens, "seconds": seconds, "prompt_seconds": prompt_seconds}
 
-    pairs = [
-        (answer(11, 1.0, 1.0, "a"), answer(21, 1.0, 2.0, "a")),
-        (answer(21, 2.0, 1.0, "b"), answer(21, 1.0, 1.0, "c")),
-    ]
-    row = summarise("code", "llama-server draft 3", pairs)
+    first = answer(11, 1.0, 1.0, "a"), answer(21, 1.0, 2.0, "a")
+    second = answer(21, 2.0, 1.0, "b"), answer(21, 1.0, 1.0, "c")
+    row = summarise("code", "llama-server draft 3", [first, second])
     assert (row["ratio"], row["same_text"]) == (2.0, 1)
     # 21 / 3 to 11 / 2 tokens a second, and 21 / 2 to 21 / 3.
     assert row["ratio_with_prefill"] == pytest.approx((7 / 5.5 + 1.5) / 2, abs=0.001)
 
 
 def test_chart_has_each_engines_best_setting_and_our_adaptive_mode() -> None:
+    plain, draft_3 = "llama-server plain", "llama-server draft 3"
     ratios = {
-        "code": {
-            "llama-server plain": 1.0,
-            "llama-server draft 3": 1.4,
-            "specserve fixed 3": 2.5,
-            "specserve adaptive": 2,
-        },
-        "prose": {"llama-server plain": 1.0, "llama-server draft 3": 0.8},
+        "code": {plain: 1.0, draft_3: 1.4, "specserve fixed 3": 2.5, "specserve adaptive": 2},
+        "prose": {plain: 1.0, draft_3: 0.8},
     }
     rows = [{"family": family, "mode": mode, "ratio": n} for family in ratios for mode, n in ratios[family].items()]
     best = best_settings(rows)

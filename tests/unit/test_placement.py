@@ -41,8 +41,7 @@ def test_passes_stay_on_all_cores_of_a_quiet_machine_and_of_one_that_tells_nothi
         machine = FakeMachine(len(taken))
         placement = placement_on(machine)
         machine.taken = dict(enumerate(taken))
-        for _ in range(20):
-            machine.run(placement)
+        machine.run(placement, times=20)
         assert isinstance(placement.pool, FakePool)
         assert placement.pool.cores == [tuple(range(len(taken)))]
     silent = FakeMachine(0)
@@ -60,23 +59,20 @@ def test_core_that_a_neighbour_takes_is_left_within_a_second_and_taken_back_with
         placement = placement_on(machine)
         machine.run(placement, 0.25)
         machine.taken[taken] = 1.0
-        for _ in range(4):
-            machine.run(placement, 0.25)
+        machine.run(placement, 0.25, times=4)
         others = tuple(core for core in range(cores) if core != taken)
         assert placement.cores == others
         assert isinstance(placement.pool, FakePool)
         # A thread on the core that is taken helps one that computes alone.
         assert placement.pool.assistants == ((taken,) if cores == 2 else ())
         machine.taken[taken] = 0.0
-        for _ in range(8):
-            machine.run(placement, 0.25)
+        machine.run(placement, 0.25, times=8)
         assert (placement.cores, placement.pool.assistants) == (tuple(range(cores)), ())
         machine.allowed = {*others}
         machine.run(placement, 0.25)
         assert placement.cores == others, "a cgroup has taken it away"
         machine.allowed = {*range(cores)}
-        for _ in range(2):
-            machine.run(placement, 0.25)
+        machine.run(placement, 0.25, times=2)
         assert placement.cores == tuple(range(cores))
 
 
@@ -86,8 +82,7 @@ def test_a_single_thread_moves_to_the_free_core_and_stays_where_all_are_taken() 
     machine.run(placement)
     assert placement.cores == (0,)
     machine.taken[0] = 1.0
-    for _ in range(4):
-        machine.run(placement)
+    machine.run(placement, times=4)
     assert placement.cores == (1,)
     assert isinstance(placement.pool, FakePool)
     assert placement.pool.assistants == (), "there are never more threads than configured"

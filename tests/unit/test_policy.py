@@ -27,9 +27,7 @@ def prices_of(target: list[float], draft: list[float], rows: int = 1) -> Prices:
 
 
 def sequence(mode: SpeculationMode = "auto", *, max_tokens: int = 100, generated: int = 0, gamma: int = 8) -> Sequence:
-    made = Sequence(
-        [1, 2, 3], SamplingParams(temperature=0), SpeculationParams(gamma, mode=mode), max_tokens=max_tokens
-    )
+    made = Sequence([1], SamplingParams(temperature=0), SpeculationParams(gamma, mode=mode), max_tokens=max_tokens)
     made.tokens += [4] * generated
     return made
 
@@ -42,9 +40,7 @@ def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> f
     """Expected tokens minus the price of their time, directly from the definition."""
     tokens = sum(c.p_all_accepted * c.acceptance**n for c, gamma in drafts for n in range(1, gamma + 1))
     price = sum(candidate.draft_prefill for candidate, gamma in drafts if gamma)
-    for n in range(1, MAX_DRAFTS + 1):
-        drafting = sum(gamma >= n for _, gamma in drafts)
-        price += prices.draft(drafting)
+    price += sum(prices.draft(sum(gamma >= n for _, gamma in drafts)) for n in range(1, MAX_DRAFTS + 1))
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
@@ -91,9 +87,6 @@ def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() ->
     assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
 
 
-# Proposals
-
-
 def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
@@ -103,9 +96,7 @@ def proposal_length(
 
 
 @given(accepted=st.lists(probabilities, max_size=MAX_DRAFTS), reached=probabilities, target=curves)
-def test_a_proposal_is_drafted_as_far_as_its_rows_pay(
-    accepted: list[float], reached: float, target: list[float]
-) -> None:
+def test_a_proposal_is_drafted_as_far_as_rows_pay(accepted: list[float], reached: float, target: list[float]) -> None:
     def gain(length: int) -> float:
         prefixes = [reached * math.prod(accepted[: n + 1]) for n in range(length)]
         return sum(prefixes) - (target[1 + length] - target[1])
@@ -133,18 +124,12 @@ def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_g
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
 
 
-# What a round begins with
-
-
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
     dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
     model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
+    modes: list[tuple[SpeculationMode, int]] = [("auto", 4), ("fixed", 4), ("off", 0)]
     for prices, asked, by_model in ((dear, [1], [1]), (cheap, [0, 1], [0, 1]), (model_dear, [0, 1], [1])):
-        steps = [
-            SequenceStep(sequence("auto"), 0, 1, 4),
-            SequenceStep(sequence("fixed"), 0, 1, 4),
-            SequenceStep(sequence("off"), 0, 1, 0),
-        ]
+        steps = [SequenceStep(sequence(mode), 0, 1, gamma) for mode, gamma in modes]
         found = controller().steps_to_draft(steps, prices)
         assert found == [steps[index] for index in asked]
         assert [index for index in (0, 1) if not steps[index].model_ended] == by_model
@@ -159,9 +144,6 @@ def test_each_request_drafts_as_far_as_there_is_room_and_others_can_wait() -> No
         assert found == expected
         # They have outgrown what they were promised.
         assert own.draft_limits(sequences, max_rows=-6, max_wait_seconds=max_wait, kv_len=0, draft_kv_len=0) == [0] * 3
-
-
-# The value of time, and the budget of losses
 
 
 def count_round(balance: Balance, tokens: int, extra: float) -> None:
@@ -200,9 +182,6 @@ def test_drafts_that_only_lose_cost_ten_passes_and_one_per_cent() -> None:
         count_round(own.balance(one), 1, extra)
         assert lost <= 10 + 0.01 * tokens + 1.3
     assert lost > 55
-
-
-# Draft prefill
 
 
 def tokens_that_share(own: Controller, of: Sequence, pending: int = 100) -> float:

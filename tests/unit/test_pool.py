@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -25,12 +26,10 @@ def config(**keys: Any) -> HandlerConfig:
     return parse_handler({**MODELS, **keys}, "my.yaml")
 
 
-def served(
-    free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, draft: bool = False, **keys: Any
-) -> tuple[int, int]:
+def served(free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, **keys: Any) -> tuple[int, int]:
     """The numbers of tokens that are served, of a sequence and of all."""
     target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained, "window": window})
-    fit = fitted(config(**keys), target, SMALL if draft else None, free)
+    fit = fitted(config(**keys), target, SMALL if "draft" in keys else None, free)
     return fit.context_length, fit.cache_tokens
 
 
@@ -53,10 +52,9 @@ def test_a_sequence_has_at_most_what_the_model_and_the_cache_have() -> None:
 
 def test_a_context_beyond_the_models_training_or_sliding_window_is_refused() -> None:
     configured: list[dict[str, Any]] = [{}, {"context_length": 512}, {"cache_tokens": 512}]
+    window = r"see only the last 512 tokens.*set `context_length` to at most 511\."
     for keys in configured:
-        with pytest.raises(
-            ModelLoadError, match=r"see only the last 512 tokens.*set `context_length` to at most 511\."
-        ):
+        with pytest.raises(ModelLoadError, match=window):
             served(window=512, **keys)
     assert served(window=512, context_length=511)[0] == 511
     with pytest.raises(ModelLoadError, match="was trained for 8192 tokens; lower `context_length` from 9000"):
@@ -71,13 +69,13 @@ def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pyt
     assert f"holds {cache_tokens} tokens instead of 32768, since only 1,024 MiB of memory are free" in caplog.text
     assert served(GIB, context_length=4096) == (4096, cache_tokens)
     with caplog.at_level(logging.INFO):
-        served(draft=True)
+        served(draft={"path": "d.gguf"})
     assert "the KV cache of 32768 tokens takes 924 MiB, the draft model's 198 MiB; 8,192 MiB were free" in caplog.text
 
 
 def test_without_memory_for_one_useful_sequence_nothing_is_served() -> None:
-    cases: list[tuple[dict[str, Any], int]] = [({}, 4096), ({"context_length": 20000}, 20000)]
-    for keys, least in cases:
+    configured: list[tuple[dict[str, Any], int]] = [({}, 4096), ({"context_length": 20000}, 20000)]
+    for keys, least in configured:
         enough = 400 * 2**20 + least * CELL
         assert served(enough, **keys)[1] == least
         with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
@@ -89,9 +87,7 @@ def test_in_8_bits_more_tokens_fit() -> None:
     assert 1.7 * in_16_bits < in_8_bits < 1.9 * in_16_bits
 
 
-def test_prefixes_may_fill_a_quarter_of_what_is_available_or_what_the_operator_says(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prefixes_may_fill_a_quarter_of_what_is_free_or_as_much_as_configured(caplog: pytest.LogCaptureFixture) -> None:
     cases: list[tuple[int, int | None, dict[str, int], str]] = [
         (400 << 20, 28672, {}, "100 MiB of host memory keep prefixes: 3657 tokens"),
         (400 << 20, 28672, {"prefix_cache_mib": 64}, "64 MiB of host memory"),
@@ -101,9 +97,8 @@ def test_prefixes_may_fill_a_quarter_of_what_is_available_or_what_the_operator_s
     ]
     for free, token_bytes, keys, sentence in cases:
         caplog.clear()
-        monkeypatch.setattr(loading, "free_memory", lambda free=free: free)
         models: Any = SimpleNamespace(target=SimpleNamespace(engine=SimpleNamespace(token_bytes=token_bytes)))
-        with caplog.at_level("INFO"):
+        with patch.object(loading, "free_memory", return_value=free), caplog.at_level("INFO"):
             open_store(config(**keys), models)
         assert sentence in caplog.text
         assert bool(sentence) == bool(caplog.text)

@@ -26,8 +26,7 @@ class Bench:
 
     def start(self, prompt: list[int], *, prefill: bool = True) -> Sequence:
         """A sequence with a slot, after its prefill."""
-        params = SamplingParams(temperature=0), SpeculationParams(mode="off")
-        sequence = Sequence(prompt, *params, max_tokens=9)
+        sequence = Sequence(prompt, SamplingParams(temperature=0), SpeculationParams(mode="off"), max_tokens=9)
         self.cache.assign(sequence, self.cache.find(sequence))
         positions = range(self.held.num_computed_tokens(sequence.slot), len(prompt))
         if prefill and positions:
@@ -42,10 +41,9 @@ class Bench:
 
     def lengths(self, *sequences: Sequence) -> list[int]:
         """How many tokens their slots hold."""
-        assert all(
-            len(self.target.cache[slot]) == self.held.num_computed_tokens(slot) for slot in range(self.held.n_slots)
-        )
-        return [self.held.num_computed_tokens(sequence.slot) for sequence in sequences]
+        held = [self.held.num_computed_tokens(slot) for slot in range(self.held.n_slots)]
+        assert list(map(len, self.target.cache)) == held
+        return [held[sequence.slot] for sequence in sequences]
 
 
 def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot_and_its_last_token_is_never_reused() -> None:
@@ -80,9 +78,7 @@ def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached() -> None
 def test_sequences_that_finished_first_make_room_first() -> None:
     for wanted, cached in [(40, [20, 20, 20]), (41, [0, 20, 20]), (61, [0, 0, 20]), (100, [0, 0, 0])]:
         bench = Bench(n_slots=3, n_cells=100)
-        sequences = [bench.start([token] * 20) for token in range(3)]
-        for sequence in sequences:
-            bench.cache.release(sequence)
+        sequences = [bench.finish([token] * 20) for token in range(3)]
         bench.cache.make_room(wanted)
         assert bench.lengths(*sequences) == cached
 

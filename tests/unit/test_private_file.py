@@ -19,9 +19,8 @@ def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
 
 
 def test_something_else_is_refused_at_once_left_alone_and_closed(tmp_path: Path) -> None:
-    target, link, pipe, directory, shared = (
-        tmp_path / name for name in ("target", "link", "pipe", "directory", "shared")
-    )
+    names = ("target", "link", "pipe", "directory", "shared")
+    target, link, pipe, directory, shared = (tmp_path / name for name in names)
     target.write_text("keep")
     target.chmod(0o600)
     link.symlink_to(target)

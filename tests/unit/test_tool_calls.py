@@ -24,6 +24,7 @@ from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.compiler import MAX_TOOLS, GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
+from test_grammar import sample_tokens
 from tiny_models import write_tiny
 
 WEATHER = {
@@ -47,24 +48,27 @@ SYNTAX = {name: syntax for name, (_, syntax) in FORMATS.items()}
 QWEN = SYNTAX["Qwen, Hermes"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
-
-
 # Bytes, and tokens that reach beyond triggers.
-WORDS = Pieces(
-    [*BYTES, b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
-)
+BEYOND_TRIGGERS = [b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
+WORDS = Pieces([*BYTES, *BEYOND_TRIGGERS])
 # The tags of the formats are control tokens.
 TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"])
 COMPILER = GrammarCompiler(WORDS)
 
 
-def calls(compiler: GrammarCompiler = COMPILER, *, required: bool = False) -> Constraint | CallConstraint:
-    return compiler.calls(TOOLS, QWEN, required=required, parallel=True)
+def calls(compiler: GrammarCompiler = COMPILER, **options: Any) -> Constraint | CallConstraint:
+    return compiler.calls(TOOLS, QWEN, **{"required": False, "parallel": True} | options)
 
 
-def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
+def mask_of(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[int] | None:
+    """The allowed tokens; None where all are."""
+    mask = constraint.allowed(tokens)
+    return None if mask is None else np.flatnonzero(mask).tolist()
+
+
+def check(text: str, syntax: CallSyntax, count: int | None = None, tools: dict[str, Any] = TOOLS) -> None:
     """A text consists of calls that are valid."""
-    parts = AnswerReader(syntax.forms[:1], frozenset(TOOLS)).read(text, done=True)
+    parts = AnswerReader(syntax.forms[:1], frozenset(tools)).read(text, done=True)
     assert not any(isinstance(part, Text) for part in parts)
     names = {part.index: part.name for part in parts if isinstance(part, Call)}
     arguments = {part.index: part.text for part in parts if isinstance(part, Arguments)}
@@ -72,22 +76,12 @@ def check(text: str, syntax: CallSyntax, count: int | None = None) -> None:
     assert count in (None, len(names))
     assert names.keys() == arguments.keys()
     for index, name in names.items():
-        jsonschema.validate(json.loads(arguments[index]), TOOLS[name])
+        jsonschema.validate(json.loads(arguments[index]), tools[name])
 
 
-def sample(constraint: Constraint | CallConstraint, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
-    """Sample an answer that the grammar holds from its first token on; it ends as soon as it may."""
-    generator = random.Random(seed)
-    tokens: list[int] = []
-    while not constraint.complete(tokens):
-        mask = constraint.allowed(tokens)
-        assert mask is not None
-        options = np.flatnonzero(mask).tolist()
-        if any(vocabulary.is_end_token(token) for token in options) and generator.random() < 0.5:
-            break
-        options = [token for token in options if not vocabulary.is_end_token(token)]
-        closing = [token for token in options if vocabulary.piece(token) in {b'"', b"}", b"]"}]
-        tokens.append(generator.choice(closing if closing and generator.random() < 0.3 else options))
+def sample(constraint: Any, vocabulary: Any, seed: int, tags: dict[int, str]) -> str:
+    """Sample an answer that the grammar holds from its first token on, with a call or several."""
+    tokens = sample_tokens(constraint, vocabulary, seed, 40 * seed)
     return b"".join(tags[token].encode() if token in tags else vocabulary.piece(token) for token in tokens).decode()
 
 
@@ -108,9 +102,7 @@ def test_the_schemas_of_tools_that_clients_run_can_be_guaranteed() -> None:
     for _, schema in [*client_tools.OPENAI.values(), *client_tools.ANTHROPIC.values()]:
         constraint = COMPILER.calls({"tool": schema}, QWEN, required=True, parallel=False)
         for seed in range(3):
-            text = sample(constraint.fork(), WORDS, seed, {})
-            parts = AnswerReader(QWEN.forms[:1], frozenset({"tool"})).read(text, done=True)
-            jsonschema.validate(json.loads("".join(p.text for p in parts if isinstance(p, Arguments))), schema)
+            check(sample(constraint.fork(), WORDS, seed, {}), QWEN, 1, {"tool": schema})
 
 
 def states(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> list[bool]:
@@ -123,17 +115,14 @@ def states(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> li
     return free
 
 
-HELD: list[Any] = [
-    ("Let me see.\n", "<tool_call>", CALL),
-    ("", "<tool_call>", CALL),
-    ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
-    ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
-    ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
-]
-
-
 def test_the_grammar_holds_from_the_trigger_to_the_end_of_a_call() -> None:
-    for before, opens, call in HELD:
+    for before, opens, call in (
+        ("Let me see.\n", "<tool_call>", CALL),
+        ("", "<tool_call>", CALL),
+        ("\n", PRETTY[: PRETTY.index(",")], PRETTY),
+        ("", f"{{{PRETTY[: PRETTY.index(',')]}", f"{{{PRETTY}}}"),
+        ("So:\n", f"```json\n{PRETTY[: PRETTY.index(',')]}", f"```json\n{PRETTY}\n```"),
+    ):
         free = states(calls(), f"{before}{call}\nDone <tool_cal".encode())
         begin, end = len((before + opens).encode()), len((before + call).encode())
         assert free == [not begin <= count < end for count in range(len(free))]
@@ -143,32 +132,28 @@ def test_what_was_asked_about_once_needs_no_time_when_it_is_asked_about_again() 
     """As verification asks about drafts, from the first one on, in a round that has no more time for masks."""
     compiler = GrammarCompiler(WORDS)
     constraint, tokens = calls(compiler), f"So: {CALL}".encode()[:30]
-    masks = [constraint.allowed(tokens[:count]) for count in range(len(tokens))]
+    masks = [mask_of(constraint, tokens[:count]) for count in range(len(tokens))]
     compiler.limit_masks(0.0)
     for count, mask in enumerate(masks):
-        again = constraint.allowed(tokens[:count])
-        assert np.array_equal([] if mask is None else mask, [] if again is None else again)
+        assert mask_of(constraint, tokens[:count]) == mask
         assert not constraint.complete(tokens[:count])
     # Another text after the trigger is followed anew.
     with pytest.raises(MaskDeferred):
         constraint.allowed([*tokens[: tokens.index(b">") + 1], *b"{"])
 
 
-FREE: list[Any] = [
-    "Hello.",
-    'A person: {"name": "get_weather", "arguments": {}}',
-    '{"name": "get_weather_then"}',
-    '```json\n{"name": "Bob"}\n```',
-    "<tool_calls> <tool_cal",
-    " " * 300,
-    "世界 \N{GRINNING FACE}",
-]
-
-
 def test_free_text_has_no_masks_and_takes_none_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """So its distribution is the model's; the planted fault is a constraint that computes masks there."""
     monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.0)
-    for text in FREE:
+    for text in (
+        "Hello.",
+        'A person: {"name": "get_weather", "arguments": {}}',
+        '{"name": "get_weather_then"}',
+        '```json\n{"name": "Bob"}\n```',
+        "<tool_calls> <tool_cal",
+        " " * 300,
+        "世界 \N{GRINNING FACE}",
+    ):
         constraint = calls()
         tokens = text.encode()
         assert all(states(constraint, tokens))
@@ -178,21 +163,18 @@ def test_free_text_has_no_masks_and_takes_none_of_the_budget(monkeypatch: pytest
             constraint.allowed(b"<tool_call>")
 
 
-BEYOND: list[Any] = [
-    ([256, 257], True),
-    ([256, 258], True),
-    ([256, 259], True),
-    ([256, 260], False),
-    ([*b'{"name": "get_', 261], True),
-    ([*b'{"name": "get_', 262], True),
-    ([*b'{"name": "get_', 263], False),
-    # More whitespace than a form takes.
-    ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
-]
-
-
 def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> None:
-    for tokens, is_open in BEYOND:
+    for tokens, is_open in (
+        ([256, 257], True),
+        ([256, 258], True),
+        ([256, 259], True),
+        ([256, 260], False),
+        ([*b'{"name": "get_', 261], True),
+        ([*b'{"name": "get_', 262], True),
+        ([*b'{"name": "get_', 263], False),
+        # More whitespace than a form takes.
+        ([*b"{", *b" " * 41, *b'"name": "get_weather", "arguments": {'], False),
+    ):
         constraint = calls()
         assert (constraint.allowed(tokens) is not None) == is_open
         text = b"".join(map(WORDS.piece, tokens)).decode()
@@ -202,45 +184,28 @@ def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> Non
             assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
 
 
-FRAGMENTS = (
-    "<tool_call>",
-    "\n",
-    '{"name": "',
-    "get_weather",
-    '", "arguments": ',
-    "{}",
-    "}",
-    "```json\n",
-    "a",
-    CALL,
-    PRETTY,
-)
+FRAGMENTS = ["<tool_call>", "\n", '{"name": "', "get_weather", '", "arguments": ', "{}", "}", "```json\n", "a"]
 
 
 @settings(max_examples=50)
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.integers(0, 2**32))
+@given(st.lists(st.sampled_from([*FRAGMENTS, CALL, PRETTY]), max_size=6).map("".join), st.integers(0, 2**32))
 def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text: str, seed: int) -> None:
-    constraint = calls()
-    generator = random.Random(seed)
-    # The text as far as the grammar allows it, in random tokens, and then what that allows.
-    tokens: list[int] = []
-    rest, opened, before = text.encode(), 0, False
+    """The text as far as the grammar allows it, in random tokens, and then what that allows."""
+    constraint, generator, tokens = calls(), random.Random(seed), list[int]()
+    rest, opened, was_open = text.encode(), 0, False
     for _ in range(600):
-        mask = constraint.allowed(tokens)
-        is_open = mask is not None
-        opened += is_open and not before
-        before = is_open
-        fitting = [token for token in range(WORDS.size - 1) if rest.startswith(WORDS.piece(token))]
-        fitting = [token for token in fitting if rest and (mask is None or mask[token])]
-        if not fitting:
-            if mask is None:
-                break
-            options = np.flatnonzero(mask).tolist()
+        options = mask_of(constraint, tokens)
+        opened += options is not None and not was_open
+        was_open = options is not None
+        fitting = [token for token in range(WORDS.size - 1) if rest and rest.startswith(WORDS.piece(token))]
+        if options is not None:
             closing = [token for token in options if WORDS.piece(token) in {b'"', b"}", b"]"}]
-            fitting, rest = closing or options, b""
-        token = generator.choice(fitting)
-        rest = rest[len(WORDS.piece(token)) :]
-        tokens.append(token)
+            fitting = [token for token in fitting if token in options] or closing or options
+        if not fitting:
+            break
+        tokens.append(generator.choice(fitting))
+        piece = WORDS.piece(tokens[-1])
+        rest = rest[len(piece) :] if piece and rest.startswith(piece) else b""
     reader = AnswerReader(QWEN.forms, frozenset(TOOLS))
     reader.read(b"".join(map(WORDS.piece, tokens)).decode(), done=True)
     assert reader.calls == opened
@@ -250,16 +215,12 @@ def test_the_state_depends_on_the_tokens_alone() -> None:
     """In whatever order it is asked: rejected drafts leave nothing behind."""
     tokens = f"Hi.\n{CALL}\n{CALL}".encode()
     lengths = list(range(len(tokens) + 1))
-    fresh = calls()
-    masks = [fresh.allowed(tokens[:length]) for length in lengths]
-    asked = calls()
+    fresh, asked = calls(), calls()
+    masks = [mask_of(fresh, tokens[:length]) for length in lengths]
     random.Random(3).shuffle(lengths)
     for length in lengths:
-        wrong = [*tokens[:length], *b"<tool_call>\n{"]
-        asked.allowed(wrong)
-        mask, expected = asked.allowed(tokens[:length]), masks[length]
-        assert (mask is None) == (expected is None)
-        assert mask is None or expected is None or bool((mask == expected).all())
+        asked.allowed([*tokens[:length], *b"<tool_call>\n{"])
+        assert mask_of(asked, tokens[:length]) == masks[length]
 
 
 def test_the_fixed_text_of_a_call_is_forced() -> None:
@@ -273,34 +234,32 @@ def test_the_fixed_text_of_a_call_is_forced() -> None:
 
 def test_beside_a_format_the_answer_is_a_call_or_formatted() -> None:
     other = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
-    constraint = COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=other)
+    constraint = calls(otherwise=other)
     for text in (CALL, '{"answer": 4}'):
         states(constraint.fork(), text.encode())
     with pytest.raises(AssertionError):
         states(constraint.fork(), b"Hello")
     overlap = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
     with pytest.raises(RequestError, match="branches 0 and 1 of 'oneOf'") as caught:
-        COMPILER.calls(TOOLS, QWEN, required=False, parallel=True, otherwise=overlap)
+        calls(otherwise=overlap)
     assert caught.value.param == "response_format"
     with pytest.raises(RequestError, match="look like any JSON"):
         COMPILER.calls(TOOLS, SYNTAX["Llama"], required=False, parallel=True, otherwise=other)
 
 
-REFUSED1: list[Any] = [
-    ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
-    ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
-    ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
-    ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
-    ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
-    ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
-    ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
-]
-
-
 def test_tools_that_cannot_be_followed_are_refused_by_name_and_as_many_as_are_allowed_are_not() -> None:
+    refused: list[Any] = [
+        ({"a": {}, "b": {"properties": {"c": {"type": "array", "uniqueItems": True}}}}, "The tool 'b' .*uniqueItems"),
+        ({"a": {"type": "string"}}, "The tool 'a' .*type 'object'"),
+        ({"a": {}, "b": {"properties": {"c": {"type": "strong"}}}}, "The tool 'b' "),
+        ({"a": {"properties": {"c": {"pattern": "("}}}}, "The tool 'a' "),
+        ({f"t{index}": {} for index in range(MAX_TOOLS + 1)}, f"more than {MAX_TOOLS}"),
+        ({f"t{i}": {"properties": {f"p{j}": {} for j in range(40)}} for i in range(100)}, "subschemas together"),
+        ({f"t{i}": {"enum": ["x" * 9000 + str(i)]} for i in range(40)}, "KiB of schemas together"),
+    ]
     most = {f"t{index}": {"additionalProperties": False} for index in range(MAX_TOOLS)}
     for required in [False, True]:
-        for tools, reason in REFUSED1:
+        for tools, reason in refused:
             with pytest.raises(RequestError, match=reason) as caught:
                 COMPILER.calls(tools, QWEN, required=required, parallel=True, strict=tools)
             assert (caught.value.status, caught.value.param) == (400, "tools")
@@ -308,25 +267,15 @@ def test_tools_that_cannot_be_followed_are_refused_by_name_and_as_many_as_are_al
         assert constraint.allowed(b'<tool_call>\n{"name": "') is not None
 
 
-REASONING: list[Any] = [
-    (False, "<think>\nI could write <tool_call>", False),
-    (False, "\n<think>I could.</think>\n\n<tool_call>", True),
-    (True, "I could write <tool_call>", False),
-    (True, '{"name": "get_weather"', False),
-    (True, 'I could.</think>\n{"name": "get_weather"', True),
-    (False, '{"name": "get_weather"', True),
-    (False, "<thin>\n<tool_call>", True),
-]
-
-
 def test_nothing_opens_a_call_in_reasoning() -> None:
-    for begun, before, is_open in REASONING:
-        constraint = COMPILER.calls(
-            TOOLS,
-            QWEN,
-            required=False,
-            parallel=True,
-            thinking=ThinkingTags("<think>", "</think>"),
-            thinks_at_once=begun,
-        )
+    for begun, before, is_open in (
+        (False, "<think>\nI could write <tool_call>", False),
+        (False, "\n<think>I could.</think>\n\n<tool_call>", True),
+        (True, "I could write <tool_call>", False),
+        (True, '{"name": "get_weather"', False),
+        (True, 'I could.</think>\n{"name": "get_weather"', True),
+        (False, '{"name": "get_weather"', True),
+        (False, "<thin>\n<tool_call>", True),
+    ):
+        constraint = calls(thinking=ThinkingTags("<think>", "</think>"), thinks_at_once=begun)
         assert states(constraint, before.encode())[-1] == (not is_open)

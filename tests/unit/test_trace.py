@@ -5,7 +5,6 @@ import json
 import stat
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,19 +23,14 @@ FILE = "qwen-1.0.jsonl"
 
 
 def a_round(drafts: list[DrafterName], accepted: int, family: str = "code") -> SequenceStep:
-    info = RequestInfo("r", family)
-    return finished_step(info, drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
-
-
-def lines(directory: Path) -> list[Any]:
-    return [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+    return finished_step(RequestInfo("r", family), drafts, accepted, [7] * (accepted + 1), seconds=(0.01, 0.05, 0.001))
 
 
 def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) -> None:
     trace = Trace(tmp_path / FILE)
     trace.round(a_round(["model", "lookup"], 1))
     trace.end(an_end())
-    first, second = lines(tmp_path)
+    first, second = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     of_a_round = {"event": "round", "drafts": ["model", "lookup"], "accepted": 1, "tokens": 2}
     asked = {"request": "r", "choice": 0, "family": "code", "group": "auto"}
     assert (of_a_round | asked | {"seconds": [0.01, 0.05, 0.001]}).items() <= first.items()
@@ -44,9 +38,7 @@ def test_a_round_and_an_end_are_a_line_each_without_who_asked(tmp_path: Path) ->
     assert not {"client", "cache_salt", "text"} & {*first, *second}
 
 
-def test_files_are_rotated_within_their_size_and_readable_by_their_owner_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_rotated_and_readable_by_their_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_BYTES", 2000)
     trace = Trace(tmp_path / "traces" / FILE)
     for _ in range(100):
@@ -78,9 +70,7 @@ def test_an_observer_that_fails_is_one_line_of_the_log(caplog: pytest.LogCapture
     assert "No space left" in caplog.text
 
 
-def test_report_shows_acceptance_by_family_draft_length_and_position(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_has_acceptance_by_family_gamma_and_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Trace(tmp_path / FILE)
     trace.round(a_round(["model", "model"], 2))
     trace.round(a_round(["lookup", "model"], 0))

@@ -51,7 +51,7 @@ def test_a_stepwise_cost_is_found_despite_delayed_passes() -> None:
             for kv_len in (64, 1024, 4032, slot_length):
                 assert costs.seconds(rows, kv_len) == pytest.approx(true_cost(rows, kv_len), rel=0.05)
         assert machine.cached_len(0) == 0
-        assert machine.passes <= 80
+        assert machine.passes <= 100
     # An engine that cannot load is timed after a context that is prefilled.
     machine = Machine(noise=0.1, slot_length=32_768)
     machine.token_bytes = None

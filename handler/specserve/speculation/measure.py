@@ -4,13 +4,13 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
@@ -25,15 +25,15 @@ from specserve.speculation.costs import CostTable
 logger = logging.getLogger(__name__)
 
 # Increase it when forward passes are built or timed in another way.
-_METHOD = 6
+_METHOD = 7
 # Rows of timed passes: the first few, then where kernels' tiles end or begin, all with logits as in verification; and
 # wide ones with logits of the last row only, as in prefill.
 _ROWS, _WIDE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32), (64, 128, 256)
 # KV cache lengths, in tokens, that passes are timed after, as far as a slot is long. After the longer one only these
 # numbers of rows are timed.
 _NEAR, _FAR, _FAR_ROWS = 64, 16_384, (1, 4, 8, 16, 64)
-# Timings of each number of rows; of wide ones half as many.
-_TIMINGS = 4
+# Timings of up to eight rows; of more, fewer in proportion (benchmarks/decisions/tried.md).
+_TIMINGS = 8
 
 
 def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -> CostTable:
@@ -74,9 +74,9 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
     far_rows = tuple(count for count in _FAR_ROWS if count in rows and count <= engine.slot_length - far)
     try:
         _fill(engine, near)
-        short = _times(engine, near, rows, clock)
+        short = _times(engine, near, rows, _TIMINGS, clock)
         _fill(engine, far)
-        long = _times(engine, far, far_rows, clock)
+        long = _times(engine, far, far_rows, _TIMINGS // 2, clock)
     finally:
         engine.truncate(0, 0)
     # What the context adds: never less for more rows, on lines between those timed, and proportional beyond them.
@@ -112,25 +112,26 @@ def _fill(engine: Engine, length: int) -> None:
         engine.load(0, saved[:missing])
 
 
-def _times(engine: Engine, start: int, rows: Sequence[int], clock: Callable[[], float]) -> dict[int, float]:
+def _times(
+    engine: Engine, start: int, rows: Sequence[int], timings: int, clock: Callable[[], float]
+) -> dict[int, float]:
     """Seconds of passes after the `start` tokens that slot 0 holds, by number of rows.
 
-    Timings are interleaved, so that a slow moment of the machine affects all numbers of rows alike. The result for each
-    number is the median of its faster half, since nothing makes a pass too fast.
+    Timings are interleaved, so that a slow moment of the machine affects all numbers of rows alike. The fastest of each
+    number counts, since nothing makes a pass too fast.
     """
-    seen: dict[int, list[float]] = {count: [] for count in rows}
-    for number in range(_TIMINGS):
+    seen = dict.fromkeys(rows, math.inf)
+    for number in range(timings):
         for count in rows:
-            is_wide = count > _ROWS[-1]
-            if is_wide and number >= _TIMINGS // 2:
+            if number >= max(2, 8 * timings // max(8, count)):
                 continue
-            without_logits = count - 1 if is_wide else 0
+            without_logits = count - 1 if count > _ROWS[-1] else 0
             batch = [Row(_token(engine, start + i), 0, start + i, i >= without_logits) for i in range(count)]
             began = clock()
             engine.forward(batch)
-            seen[count].append(clock() - began)
+            seen[count] = min(seen[count], clock() - began)
             engine.truncate(0, start)
-    return {count: median(sorted(seconds)[: (len(seconds) + 1) // 2]) for count, seconds in seen.items()}
+    return seen
 
 
 def _token(engine: Engine, position: int) -> int:

@@ -309,9 +309,10 @@ def neighbours(results: Results) -> list[str]:
     columns: dict[str, Column] = {}
     lost = 0.0
     names = on_machines(results, "neighbours")
-    for name in names:
+    for name, machine in names.items():
         for row in results[name]["rows"]:
-            columns.setdefault(row["server"].removesuffix(" plain"), {})[row["neighbour"]] = f"{row['kept']:.2f}"
+            server = f"{row['server'].removesuffix(' plain').removeprefix('specserve ')}, {machine}"
+            columns.setdefault(server, {})[row["neighbour"]] = f"{row['kept']:.2f}"
             lost = max(lost, row["kept"] - row["least"])
     answer = (
         f"The share of its quiet speed, the median of three prompts (the least is up to {lost:.2f} lower), also ten "

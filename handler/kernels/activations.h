@@ -19,6 +19,7 @@ class Activations {
     }
 
     int64_t bytes() const { return rows_ * (weights_.k + 4 * blocks() * (1 + weights_.format->sums)); }
+    const Weights & weights() const { return weights_; }
     int64_t rows() const { return rows_; }
     int64_t tiles() const { return tiles_; }
     int64_t first_row(int64_t tile) const { return rows_ * tile / tiles_; }
@@ -40,6 +41,15 @@ class Activations {
             const int64_t end = std::min(last - t * blocks(), blocks());
             for (int64_t row = first_row(t); row < first_row(t + 1); row++) {
                 weights_.format->quantise(source(row), begin, end, tile(t), static_cast<int>(row - first_row(t)));
+            }
+        }
+    }
+
+    // Multiplies all rows by the panels panel_of(begin) to panel_of(end - 1): out[row * stride + column].
+    template <class PanelOf> void multiply(int64_t begin, int64_t end, PanelOf panel_of, float * out, int64_t stride) const {
+        for (int64_t t = 0; t < tiles_; t++) {
+            for (int64_t i = begin; i < end; i++) {
+                weights_.format->multiply(weights_, panel_of(i), tile(t), out + first_row(t) * stride, stride);
             }
         }
     }

@@ -29,14 +29,9 @@ template <class Condition> void spin_while(Condition holds, int looks) {
 
 void Work::compute(int64_t number, float * first, int64_t row_stride) const {
     const int64_t begin = number * piece;
-    const int64_t end = std::min(weights.panels(), begin + piece);
-    for (int64_t t = 0; t < activations.tiles(); t++) {
-        // A kernel adds the column of its panel.
-        float * to = first + activations.first_row(t) * row_stride - begin * weights.kernels->lanes;
-        for (int64_t panel = begin; panel < end; panel++) {
-            weights.format->multiply(weights, panel, activations.tile(t), to, row_stride);
-        }
-    }
+    const int64_t end = std::min(activations.weights().panels(), begin + piece);
+    // A kernel adds the column of its panel.
+    activations.multiply(begin, end, [](int64_t panel) { return panel; }, first - number * columns(), row_stride);
 }
 
 Assistants & Assistants::all() {
@@ -74,7 +69,7 @@ bool Assistants::change(int64_t piece, uint32_t number, State from, State to) {
 
 void Assistants::compute(Work work) {
     const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
-    work.piece = std::max(work.piece, (work.weights.panels() + kMaxPieces - 1) / kMaxPieces);
+    work.piece = std::max(work.piece, (work.activations.weights().panels() + kMaxPieces - 1) / kMaxPieces);
     const int64_t pieces = work.pieces();
     work_ = work;
     for (int64_t piece = 0; piece < pieces; piece++) {
@@ -90,7 +85,7 @@ void Assistants::compute(Work work) {
             is_ours = change(piece, number, kOfAssistant, kOfPass);
         }
         if (is_ours) {
-            work.compute(piece, work.out + piece * work.piece * work.weights.kernels->lanes, work.weights.columns);
+            work.compute(piece, work.out + piece * work.columns(), work.activations.weights().columns);
         }
         while (is(kHandingOver)) {
             _mm_pause();  // some kilobytes are being copied
@@ -132,14 +127,14 @@ void Assistants::help(uint32_t number, std::vector<float> & own) {
         if (!change(piece, number, kFree, kOfAssistant)) {
             continue;
         }
-        const int64_t columns = work.piece * work.weights.kernels->lanes;
+        const int64_t columns = work.columns(), all_columns = work.activations.weights().columns;
         const int64_t first = piece * columns;
         own.resize(static_cast<size_t>(work.activations.rows() * columns));
         work.compute(piece, own.data(), columns);
         if (change(piece, number, kOfAssistant, kHandingOver)) {
-            const auto bytes = static_cast<size_t>(std::min(columns, work.weights.columns - first)) * sizeof(float);
+            const auto bytes = static_cast<size_t>(std::min(columns, all_columns - first)) * sizeof(float);
             for (int64_t row = 0; row < work.activations.rows(); row++) {
-                std::memcpy(work.out + row * work.weights.columns + first, own.data() + row * columns, bytes);
+                std::memcpy(work.out + row * all_columns + first, own.data() + row * columns, bytes);
             }
             change(piece, number, kHandingOver, kComplete);
         }

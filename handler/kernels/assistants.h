@@ -18,12 +18,12 @@ namespace specserve {
 
 // A product in pieces of some panels.
 struct Work {
-    Weights weights;
     Activations activations;
     int64_t piece;  // panels of a piece; the last one may be smaller
     float * out;    // [rows][columns]
 
-    int64_t pieces() const { return (weights.panels() + piece - 1) / piece; }
+    int64_t pieces() const { return (activations.weights().panels() + piece - 1) / piece; }
+    int64_t columns() const { return piece * activations.weights().kernels->lanes; }  // of a piece
 
     // Computes a piece into an array of rows that begin with the piece's first column.
     void compute(int64_t number, float * first, int64_t row_stride) const;

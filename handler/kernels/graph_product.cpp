@@ -121,7 +121,7 @@ class Product : public ggml::cpu::tensor_traits {
         // The rows of a result lie one after another, also those of several sequences.
         auto * out = reinterpret_cast<float *>(row_of(op, 0));
         if (is_assisted) {
-            assistants.compute({weights, activations, piece, out});
+            assistants.compute({activations, piece, out});
             return true;
         }
         const Pieces pieces(scratch, (panels + piece - 1) / piece, params->nth);
@@ -130,13 +130,8 @@ class Product : public ggml::cpu::tensor_traits {
         ggml_barrier(params->threadpool);
 
         for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
-            const int64_t end = std::min(panels, (p + 1) * piece);
-            for (int64_t t = 0; t < activations.tiles(); t++) {
-                float * to = out + activations.first_row(t) * op->ne[0];
-                for (int64_t panel = p * piece; panel < end; panel++) {
-                    weights.format->multiply(weights, columns.panel(panel), activations.tile(t), to, op->ne[0]);
-                }
-            }
+            activations.multiply(p * piece, std::min(panels, (p + 1) * piece),
+                                 [&](int64_t i) { return columns.panel(i); }, out, op->ne[0]);
         }
         return true;
     }

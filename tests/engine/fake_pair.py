@@ -60,6 +60,7 @@ class FakePair:
         draft_width: int | None = None,  # the size of the draft model's vocabulary
         window: int = 4096,  # the longest draft prefill, in tokens
         context: int = 8192,  # of the draft model, in tokens
+        block_length: int = 1,  # that the draft model drafts in one pass
         costs: tuple[PassCosts, PassCosts] | None = None,  # of the passes of target and draft model
         masks: int = 10**9,  # that a round has time for
         proposers: abc.Sequence[Proposer] | None = None,
@@ -70,13 +71,21 @@ class FakePair:
         self.vocabulary = vocabulary or FakeVocabulary(VOCABULARY)
         width = self.vocabulary.size
         self.target = FakeEngine(vocabulary=width, n_slots=slots, n_cells=n_cells)
-        self.draft = FakeEngine(vocabulary=draft_width or width, n_slots=slots, blend=blend)
+        # The mask is a token that the target does not have.
+        mask = width if block_length > 1 else None
+        self.draft = FakeEngine(vocabulary=draft_width or width + (block_length > 1), n_slots=slots, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
         model = DraftModel(
-            self.draft_cache, draft_cost, window=window, max_rows=draft_rows, vocabulary=width, context_length=context
+            self.draft_cache,
+            draft_cost,
+            window=window,
+            max_rows=draft_rows,
+            vocabulary=width,
+            context_length=context,
+            mask_token=mask,
         )
-        self.controller = Controller(target_cost, draft_cost)
+        self.controller = Controller(target_cost, draft_cost, block_length=block_length)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
         clock = options.get("clock", perf_counter)
         ends = self.vocabulary.end_tokens()

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from constraints import Alternating
@@ -13,10 +14,12 @@ from specserve.sequence import RequestInfo, SamplingParams, Sequence, Speculatio
 from specserve.speculation.draft_model import DraftModel
 from specserve.speculation.step import Draft, SequenceStep
 
+MASK = VOCABULARY
+
 
 def model_and_steps(*lengths: int, **limits: int) -> tuple[DraftModel, list[SequenceStep]]:
     """A draft model with empty caches, and prompts of these lengths, each in a slot of its own."""
-    cache = KVCache(FakeEngine(vocabulary=VOCABULARY, n_slots=SLOTS))
+    cache = KVCache(FakeEngine(vocabulary=VOCABULARY + 1, n_slots=SLOTS))
     limits = {"window": 64, "context_length": 8192, "max_rows": 8, **limits}
     model = DraftModel(cache, proportional(), vocabulary=VOCABULARY, **limits)
     steps = [SequenceStep(Sequence([1] * n, GREEDY, SpeculationParams(3), max_tokens=9), 0, n, 5) for n in lengths]
@@ -53,6 +56,41 @@ def test_a_pass_that_others_wait_for_reads_at_most_16_tokens() -> None:
     assert [rows_read(model, step, is_shared=True) for _ in range(3)] == [[16], [16], [0]]
     model, [step] = model_and_steps(64, max_rows=64)
     assert rows_read(model, step) == [64]
+
+
+def test_masks_follow_the_tokens_and_leave_the_cache() -> None:
+    """In one pass it gives the logits of the next token, and of those behind masks."""
+    model, steps = model_and_steps(3, 20, mask_token=MASK)
+    engine = model.cache.engine
+    assert isinstance(engine, FakeEngine)
+    logits = model.read(steps, mask_tokens=2)
+    assert [row[1:] for row in engine.decoded[:5]] == [(0, n, n >= 2, False) for n in range(5)]
+    assert [row.token for row in engine.decoded[:5]] == [1, 1, 1, MASK, MASK]
+    assert list(logits) == [0], "more of the second sequence is left to read"
+    expected = [engine.logits([*[1] * 3, *[MASK] * n])[:VOCABULARY] for n in range(3)]
+    assert np.array_equal(logits[0], expected)
+    assert model.cache.tokens(0) == [1] * 3
+    assert model.cache.check()
+
+
+def test_no_more_masks_are_read_than_the_step_the_pass_and_the_slot_have_room_for() -> None:
+    model, steps = model_and_steps(3, 3, mask_token=MASK, context_length=10)
+    steps[0].max_drafts = 2
+    assert {index: len(rows) for index, rows in model.read(steps, mask_tokens=9).items()} == {0: 2, 1: 5}
+    model, [step] = model_and_steps(4, mask_token=MASK, context_length=8)
+    step.max_drafts = 9
+    assert len(model.read([step], mask_tokens=9)[0]) == 1 + 8 - 4
+    model, steps = model_and_steps(3, 3, mask_token=MASK)
+    model.cache.engine.max_logits = 7
+    assert {len(rows) for rows in model.read(steps, mask_tokens=9).values()} == {3}
+
+
+def test_the_mask_is_never_drafted() -> None:
+    """Its logit is the largest of a draft model with as wide a vocabulary as the target."""
+    model, [step] = model_and_steps(3, mask_token=2)
+    assert all(
+        row[2] == -np.inf and np.isfinite(np.delete(row, 2)).all() for row in model.read([step], mask_tokens=2)[0]
+    )
 
 
 def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:

@@ -1,15 +1,16 @@
 """Drafters: the client's prediction, the draft model, and what the controller learns from their proposals."""
 
 from collections import abc
+from typing import ClassVar
 
 import pytest
 
 from constraints import Alternating
 from costs import FixedCost, flat, table
-from fake_pair import ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy, scripted
+from fake_pair import END_TOKEN, ENDLESS, GREEDY, VOCABULARY, FakePair, plain_greedy, scripted
 from specserve.sequence import DrafterName, Pool, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.ngram import LookupProposer, Pools
-from specserve.speculation.proposers import GrammarProposer
+from specserve.speculation.proposers import GrammarProposer, Proposal, Proposer
 
 PROMPT = [1, 2, 3]
 
@@ -20,6 +21,27 @@ def test_a_prediction_is_drafted_and_realigned_after_a_difference() -> None:
     assert sequence.answer == truth
     assert sequence.stats.accepted_by["prediction"] > 20
     assert sequence.stats.rounds < 20
+
+
+@pytest.mark.parametrize("is_likely", [True, False])
+def test_a_proposal_ends_a_block_only_where_it_is_likelier_than_the_rest(is_likely: bool) -> None:
+    """It comes after the first token of the draft model's, whose pass drafts four."""
+    truth = plain_greedy(PROMPT, 60, endless=True)
+    script = truth if is_likely else [(token + 1) % END_TOKEN for token in truth]
+    early = scripted("lookup", script, [], confidence=0.99 if is_likely else 0.01)
+
+    class Late(Proposer):
+        name: ClassVar[DrafterName] = "lookup"
+
+        def propose(self, sequence: Sequence, drafts: list[int], max_tokens: int) -> Proposal:
+            return early.propose(sequence, drafts, max_tokens if drafts else 0)
+
+    pair = FakePair(costs=(flat(), flat(0.3)), block_length=4, proposers=[Late()])
+    sequence = pair.answer(PROMPT, gamma=4, mode="auto", max_tokens=60, sampling=ENDLESS)
+    assert sequence.answer == truth
+    behind_masks = sum(draft.behind_mask for step in pair.records.rounds for draft in step.drafts)
+    assert (behind_masks > 0) != is_likely
+    assert sequence.stats.drafted_by["model"] > 5
 
 
 def test_only_the_requested_drafter_is_used() -> None:

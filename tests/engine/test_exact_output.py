@@ -56,6 +56,7 @@ class Case(NamedTuple):
     cost: float = 0.36  # of the draft model's pass, in seconds; the target's takes one
     blend: float = 0.4  # how much the draft model differs
     alternatives: int = 8
+    block_length: int = 1  # that the draft model drafts in one pass
     prediction: tuple[int, ...] = ()
     pool: Pool | None = None  # which the second sequence searches
     masks: int = 0  # that a round has time for; 0 without a grammar
@@ -91,6 +92,32 @@ CASES = {
     "two prompts at once": Case({"2 drafts", "1 + adopted"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5),
     "a prompt twice at once": Case({"2 drafts", "1 + adopted"}, ([2, 2],) * 2, length=4, min_p=0.5, cost=0.216),
     "a prompt again": Case({"1 drafts", "1 + adopted"}, ([1, 1],) * 2, together=False, length=4, cost=0.6, blend=0.6),
+    "a block": Case({"1 behind masks", "2 behind masks"}, length=5, mode="fixed", gamma=3, min_p=0.3, block_length=3),
+    "a block of adaptive length": Case(
+        {"0 behind masks", "1 behind masks", "2 behind masks"}, length=5, min_p=0.3, block_length=3, alternatives=0
+    ),
+    "a block and alternatives": Case({"2 behind masks", "3 + adopted"}, min_p=0.4, block_length=3),
+    "a block and an end token": Case(
+        {"1 behind masks", "3 drafts"}, ([0, 2],), length=5, min_p=0.4, vocabulary=WITH_END, block_length=2
+    ),
+    "a block and a grammar": Case(
+        {"2 behind masks", "4 drafts"}, ([0, 2],), min_p=0.3, vocabulary=NoEndToken(5), masks=99, block_length=2
+    ),
+    "a block and masks that wait": Case(
+        {"2 behind masks", "a mask waits"}, ([3, 3],), min_p=0.4, vocabulary=NoEndToken(5), masks=4, block_length=3
+    ),
+    "a block and a prediction": Case(
+        {"2 behind masks", "prediction"},
+        length=5,
+        min_p=0.3,
+        cost=0.15,
+        blend=0.5,
+        prediction=(1, 1, 2, 0, 1),
+        block_length=3,
+    ),
+    "blocks of two prompts": Case(
+        {"1 behind masks", "2 + adopted"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.6, block_length=2
+    ),
     "a pool of answers": Case(
         {"lookup", "2 drafts"}, ([1, 1],) * 2, together=False, length=4, cost=2.0, pool=("a key", "")
     ),
@@ -103,7 +130,14 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
     if case.pool:
         proposers.append(LookupProposer(Pools(1000)))
     costs = flat(), flat(case.cost)
-    pair = FakePair(vocabulary=case.vocabulary, blend=case.blend, costs=costs, proposers=proposers, masks=case.masks)
+    pair = FakePair(
+        vocabulary=case.vocabulary,
+        blend=case.blend,
+        costs=costs,
+        proposers=proposers,
+        masks=case.masks,
+        block_length=case.block_length,
+    )
     pair.target.max_alternatives = case.alternatives
     grammar = Slow(case.vocabulary.size, pair.masks) if case.masks else None
     options: dict[str, Any] = {"gamma": case.gamma, "mode": case.mode, "verification": verification, "pool": case.pool}
@@ -117,6 +151,7 @@ def run(case: Case, verification: Verification, events: set[str]) -> Answers:
     for step in pair.records.rounds:
         if step.is_decode_round:
             events |= {f"{len(step.drafts)} drafts", *step.drafted_by}
+            events.add(f"{sum(draft.behind_mask for draft in step.drafts)} behind masks")
         if step.adopted:
             events.add(f"{len(step.drafts)} + adopted")
     if pair.masks.deferred:
@@ -277,13 +312,13 @@ def compute_alternatives_after_the_draft(patch: pytest.MonkeyPatch) -> None:
     [
         (draw_from_the_seed, ["two prompts at once", "a prompt twice at once", "a prompt again", "a pool of answers"]),
         (reuse_numbers_after_an_alternative, ["alternatives"]),
-        (draft_the_likeliest_instead_of_unlikely_tokens, ["one draft"]),
+        (draft_the_likeliest_instead_of_unlikely_tokens, ["one draft", "a block"]),
         (penalise_without_the_adopted_token, ["penalties"]),
         (restrict_by_the_output_without_its_last_token, ["no end before four tokens"]),
         (discard_drafts_without_a_bonus_token, ["masks that wait"]),
         (report_half_of_q_for_free_drafts, ["a prediction"]),
-        (drop_unlikely_drafts_and_end_tokens, ["one draft", "an end token"]),
-        (share_noise_between_draft_and_rule, ["one draft"]),
+        (drop_unlikely_drafts_and_end_tokens, ["one draft", "an end token", "a block"]),
+        (share_noise_between_draft_and_rule, ["one draft", "a block"]),
         (compute_alternatives_after_the_draft, ["alternatives"]),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pairs import Pair, TinyFiles
+from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import loading
 from specserve.engine.llama import LlamaEngine
@@ -43,6 +43,30 @@ def test_the_vocabulary_is_read_in_a_thread_beside_the_first_passes_and_before_a
     pair = Pair(files.config("llama"))
     assert order == ["vocabulary", "costs", "costs"]
     assert pair.models.drafters.model is not None
+
+
+def test_a_draft_model_whose_file_names_a_mask_token_drafts_blocks(
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file says that it drafts three tokens in a pass."""
+    config, masks = files.config("qwen2"), []
+    pair = Pair(config.model_copy(update={"draft": ModelConfig(path=files.path("qwen2", "block"))}))
+    model = pair.models.drafters.model
+    assert model is not None
+    read = model.read
+
+    def reading(*arguments: Any, **options: Any) -> Any:
+        masks.append(options["mask_tokens"])
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(model, "read", reading)
+    plain, drafted = (
+        pair.complete("Where the two", speculation=speculation, max_tokens=40, temperature=0)
+        for speculation in (PLAIN, fixed_gamma(4))
+    )
+    assert drafted.text == plain.text
+    assert drafted.sequence.stats.accepted > 0
+    assert max(masks) == 2
 
 
 def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files: TinyFiles, tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
     blend=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
     prefill_rows=st.integers(1, 40),
     draft_rows=st.integers(4, 40),
+    block_length=st.sampled_from([1, 2, 5]),
 )
 def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
-    jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int
+    jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int, block_length: int
 ) -> None:
-    pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows)
+    pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows, block_length=block_length)
     sequences = [pair.submit(prompt, gamma=gamma, max_tokens=most) for prompt, gamma, most in jobs]
     pair.run()
     for sequence, (prompt, _, most) in zip(sequences, jobs, strict=True):

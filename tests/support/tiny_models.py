@@ -70,18 +70,21 @@ class _Token(NamedTuple):
 
 
 def write_tiny(path: Path, architecture: str, role: str) -> None:
-    """Write a model: a `target`, its `draft`, or an `other` with a different vocabulary."""
+    """Write a model: a `target`, its `draft`, one that drafts a `block`, or an `other` with a different vocabulary."""
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
     merges = _learn_merges(corpus, architecture)
     bytewise = architecture != "llama"
     tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
-    weights = _weights(architecture, tokens, DRIFT if role == "draft" else 0.0)
+    weights = _weights(architecture, tokens, DRIFT if role in {"draft", "block"} else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
         partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _write_hyperparameters(writer, architecture)
         _write_tokeniser(writer, architecture, tokens, merges)
+        if role == "block":
+            writer.add_mask_token_id(len(tokens) - 1)
+            writer.add_uint32("specserve.block_length", 3)
         for name, values in weights.items():
             writer.add_tensor(name, values)
         writer.write_header_to_file()

@@ -115,6 +115,19 @@ def test_the_average_of_a_sequence_follows_its_own_drafts_of_the_model() -> None
     assert acceptance.of_next(other) == first
 
 
+def test_what_was_drafted_behind_masks_has_a_calibration_and_an_average_of_its_own() -> None:
+    acceptance, own = Acceptance(), sequence()
+    before = acceptance.of_token(own, "model", 0.9), acceptance.of_token(own, "masked", 0.9)
+    for _ in range(30):
+        step = step_of(own, "model", "model", accepted=1)
+        step.drafts[1] = step.drafts[1]._replace(behind_mask=True)
+        learn(acceptance, step)
+    assert acceptance.of_next(own) > 0.9
+    assert acceptance.of_next(own, behind_mask=True) < 0.1
+    assert acceptance.of_token(own, "model", 0.9) > before[0]
+    assert acceptance.of_token(own, "masked", 0.9) < before[1]
+
+
 def test_without_drafts_of_the_model_the_average_follows_the_targets_confidence() -> None:
     """Otherwise a sequence whose drafts were rejected would never be tried again."""
     acceptance, own = Acceptance(), sequence()

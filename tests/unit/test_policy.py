@@ -22,8 +22,8 @@ probabilities = st.floats(0.01, 0.99)
 curves = st.lists(st.floats(0.01, 10.0), min_size=50, max_size=50).map(sorted)
 
 
-def prices_of(target: list[float], draft: list[float], rows: int = 1) -> Prices:
-    return Prices(lambda rows: target[rows], lambda rows: draft[rows] if rows else 0.0, rows)
+def prices_of(target: list[float], draft: list[float], rows: int = 1, block_length: int = 1) -> Prices:
+    return Prices(lambda rows: target[rows], lambda rows: draft[rows] if rows else 0.0, rows, block_length)
 
 
 def sequence(mode: SpeculationMode = "auto", *, max_tokens: int = 100, generated: int = 0, gamma: int = 8) -> Sequence:
@@ -36,33 +36,52 @@ def controller() -> Controller:
     return Controller(stairs(), proportional(0.01))
 
 
-def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices) -> float:
+def gain_of(drafts: list[tuple[Candidate, int]], rows: int, prices: Prices, *, in_one_pass: bool) -> float:
     """Expected tokens minus the price of their time, directly from the definition."""
-    tokens = sum(c.p_all_accepted * c.acceptance**n for c, gamma in drafts for n in range(1, gamma + 1))
+    tokens = 0.0
+    for c, gamma in drafts:
+        following = c.masked_acceptance if in_one_pass else c.acceptance
+        tokens += sum(c.p_all_accepted * c.acceptance * following ** (n - 1) for n in range(1, gamma + 1))
     price = sum(candidate.draft_prefill for candidate, gamma in drafts if gamma)
-    price += sum(prices.draft(sum(gamma >= n for _, gamma in drafts)) for n in range(1, MAX_DRAFTS + 1))
+    first = sum(candidate.pending for candidate, _ in drafts)
+    if in_one_pass:
+        price += prices.draft(first + sum(gamma - 1 for _, gamma in drafts))
+    else:
+        price += prices.draft(first)
+        price += sum(prices.draft(sum(gamma >= n for _, gamma in drafts)) for n in range(2, MAX_DRAFTS + 1))
     return tokens - price - prices.target(rows + sum(gamma for _, gamma in drafts)) + prices.target(rows)
 
 
 @given(
     reached=st.lists(probabilities, min_size=1, max_size=4),
-    acceptance=probabilities,
-    most=st.integers(1, 4),
+    acceptances=st.tuples(probabilities, probabilities),
+    most_and_pending=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     draft_prefill=st.floats(0, 2),
-    prices=st.builds(prices_of, curves, curves),
+    prices=st.builds(prices_of, curves, curves, block_length=st.integers(1, 3)),
 )
 def test_the_best_choice_of_sequences_is_found(
-    reached: list[float], acceptance: float, most: int, draft_prefill: float, prices: Prices
+    reached: list[float],
+    acceptances: tuple[float, float],
+    most_and_pending: tuple[int, int],
+    draft_prefill: float,
+    prices: Prices,
 ) -> None:
-    """Brute force over every subset and every common number of further drafts."""
-    candidates = [Candidate(probability, acceptance, most, draft_prefill) for probability in reached]
+    """Brute force over every subset and every common number of further drafts, one by one and in one pass."""
+    acceptance, masked = acceptances
+    most, pending = most_and_pending
+    candidates = [
+        Candidate(probability, acceptance, most, draft_prefill, pending=pending, masked_acceptance=masked)
+        for probability in reached
+    ]
     best = max(
-        gain_of([(candidate, gamma) for candidate in chosen], len(candidates), prices)
-        for count in range(len(candidates) + 1)
+        gain_of([(candidate, gamma) for candidate in chosen], len(candidates), prices, in_one_pass=in_one_pass)
+        for count in range(1, len(candidates) + 1)
         for chosen in combinations(candidates, count)
-        for gamma in range(1, most + 1)
+        for in_one_pass in (False, True)
+        for gamma in range(1, 1 + (min(most, prices.block_length) if in_one_pass else most))
     )
-    chosen, gain = choose_for_model(candidates, replace(prices, rows=len(candidates)))
+    chosen, gain, masks = choose_for_model(candidates, replace(prices, rows=len(candidates)))
+    assert masks < prices.block_length
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
     assert bool(chosen) == (best > 0) or abs(best) < 1e-9
 
@@ -82,9 +101,19 @@ def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() ->
     weighed, certain = Candidate(1.0, 0.6, 1), Candidate(1.0, 0.1, 4, is_certain=True)
     assert choose_for_model([weighed], prices)[0] == []
     assert choose_for_model([weighed, certain], prices)[0] == [1, 0]
-    assert choose_for_model([certain], prices) == ([0], 0.0)
+    assert choose_for_model([certain], prices) == ([0], 0.0, 0)
+    assert choose_for_model([certain], replace(prices, block_length=3)).mask_tokens == 2, "as many as a pass can draft"
     full_beside_certain = Prices(lambda rows: 9.0 * (rows > 3), lambda _rows: 0.0, rows=2)
     assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
+
+
+def test_several_tokens_are_drafted_in_one_pass_where_their_passes_cost_more_than_they_are_likelier() -> None:
+    """Four tokens bring 2.95 tokens one by one, for four passes, and 1.93 behind masks, for one."""
+    candidate = Candidate(1.0, 0.9, 4, masked_acceptance=0.6)
+    for cost, masks in ((0.2, 0), (0.4, 3), (3.0, 0)):
+        prices = prices_of([0.0] * 50, [cost] * 50, block_length=4)
+        chosen, gain, found = choose_for_model([candidate], prices)
+        assert (chosen, found) == ([0] if gain else [], masks)
 
 
 def proposal_length(
@@ -122,6 +151,14 @@ def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_g
     step, prices = SequenceStep(sequence("fixed"), 0, 1, 8), prices_of([float(rows) for rows in range(50)], STAIRS)
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], Candidate(1.0, 0.6, 8), prices) == 2
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
+
+
+def test_a_proposal_takes_the_place_of_tokens_behind_masks_only_where_it_gains_more() -> None:
+    step, prices = SequenceStep(sequence(), 0, 1, 8), prices_of([0.1 * rows for rows in range(50)], STAIRS)
+    for behind, length in (([0.9, 0.9], 0), ([0.5, 0.9], 2), ([0.5], 2)):
+        assert controller().proposal_length(step, [0.8, 0.8], None, prices, behind) == length
+    fixed = SequenceStep(sequence("fixed"), 0, 1, 8)
+    assert controller().proposal_length(fixed, [0.9, 0.7, 0.3], None, prices, [0.6, 0.9]) == 2
 
 
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:

@@ -189,11 +189,16 @@ def open_engines(
                 max_rows=PREFILL_ROWS,
                 vocabulary=target_model.size,
                 context_length=draft.slot_length,
+                mask_token=draft_model.mask_token,
             )
             sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
             logger.info(sentence, 1000 * target_cost.seconds(1, 0), 1000 * model.cost.seconds(1, 0))
     drafters = Drafters(
-        Controller(target_cost, model.cost if model else None),
+        Controller(
+            target_cost,
+            model.cost if model else None,
+            block_length=draft_model.block_length if draft_model and model else 1,
+        ),
         PredictionProposer(),
         GrammarProposer(),
         LookupProposer(pools),

@@ -11,6 +11,8 @@ import llama_cpp
 from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
+# Tokens that a draft model with a mask token drafts in one pass if its file does not say how many.
+_BLOCK_LENGTH = 8
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
@@ -127,6 +129,17 @@ class LlamaModel:
         token = llama_cpp.llama_vocab_bos(self._vocab)
         # If the file names none, llama.cpp returns token 11, which may be any text.
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that a draft model reads in place of one not drafted yet; None if its file names none."""
+        token = self._metadata("tokenizer.ggml.mask_token_id")
+        return int(token) if token else None
+
+    @property
+    def block_length(self) -> int:
+        """How many tokens a draft model drafts at most in one pass."""
+        return int(self._metadata("specserve.block_length") or _BLOCK_LENGTH) if self.mask_token is not None else 1
 
     @property
     def cell_values(self) -> int:

@@ -9,6 +9,7 @@ learned from them.
 import math
 from bisect import bisect_right
 from collections import abc
+from functools import reduce
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +26,8 @@ _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 # of one family (benchmarks/record.py).
 PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
+    # The model's tokens behind masks.
+    "masked": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
     # No drafter: the probability that the model's token is accepted, by the target's confidence there.
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     # By its share of the probability that the draft and the alternatives before it leave.
@@ -34,8 +37,9 @@ PRIORS = {
 }
 # Positions that a bin remembers, and positions that its prior counts as.
 _MEMORY, _PRIOR_WEIGHT = 400.0, 8.0
-# The average of a sequence that has shown nothing yet, and what is left of it after another position.
-_FIRST, _FADE = 0.65, 0.9
+# The averages of a sequence that has shown nothing yet, before and behind masks, and what is left of one after another
+# position.
+_FIRST, _FADE = (0.65, 0.55), 0.9
 
 
 class Calibration:
@@ -72,7 +76,8 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._calibrations: dict[tuple[str, bool], Calibration] = {}
-        self._averages: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
+        # By sequence: of tokens before and behind masks.
+        self._averages: WeakKeyDictionary[Sequence, tuple[float, float]] = WeakKeyDictionary()
 
     @property
     def learned(self) -> dict[tuple[str, bool], list[float]]:
@@ -86,9 +91,9 @@ class Acceptance:
         """
         return self._calibration(sequence, drafter).probability(confidence)
 
-    def of_next(self, sequence: Sequence) -> float:
+    def of_next(self, sequence: Sequence, *, behind_mask: bool = False) -> float:
         """The acceptance probability of a token that the draft model has not drafted yet."""
-        return self._averages.get(sequence, _FIRST)
+        return self._averages.get(sequence, _FIRST)[behind_mask]
 
     def learn_from(self, step: SequenceStep, p: TargetDistributions, committed: list[int]) -> None:
         """Learn from a verification: from the drafts up to the first rejected one, and from refused proposals.
@@ -103,31 +108,35 @@ class Acceptance:
         for refused in step.refused:
             accepted = float(p[0][refused.token] if knows_probability else refused.token == committed[0])
             self._calibration(sequence, refused.drafter).learn(refused.confidence, accepted)
-        outcomes = []
+        outcomes: tuple[list[float], list[float]] = [], []
         for index, draft in enumerate(step.drafts[: n_accepted + 1]):
             q = draft.q if knows_probability else None
             accepted = float(index < n_accepted) if q is None else float(np.minimum(p[index], q).sum())
-            self._calibration(sequence, draft.drafter).learn(draft.confidence, accepted)
+            self._calibration(sequence, draft.calibration).learn(draft.confidence, accepted)
             if draft.drafter == "model":
-                outcomes.append(accepted)
+                outcomes[draft.behind_mask].append(accepted)
         self._learn_average(step, p, outcomes)
         if len(committed) > n_accepted:
             self._learn_alternatives(step, committed[n_accepted])
 
-    def _learn_average(self, step: SequenceStep, p: TargetDistributions, outcomes: list[float]) -> None:
-        """Update the average by the outcomes of the model's drafts, or else by what the target's confidence predicts.
+    def _learn_average(
+        self, step: SequenceStep, p: TargetDistributions, outcomes: tuple[list[float], list[float]]
+    ) -> None:
+        """Update the averages by the outcomes of the model's drafts, or else by what the target's confidence predicts.
 
         Without drafts, only the target's confidence shows when drafts would be accepted again; it takes 0.2 ms.
         """
         by_target = self._calibration(step.sequence, "target")
         if step.drafts and step.drafts[0].drafter == "model":
-            by_target.learn(p.confidence(0), outcomes[0])
-        elif not outcomes and not step.model_ended:
-            outcomes = [by_target.probability(p.confidence(0))]
-        average = self.of_next(step.sequence)
-        for accepted in outcomes:
-            average = _FADE * average + (1 - _FADE) * accepted
-        self._averages[step.sequence] = average
+            by_target.learn(p.confidence(0), outcomes[0][0])
+        elif not any(outcomes) and not step.model_ended:
+            outcomes[0].append(by_target.probability(p.confidence(0)))
+        before = self._averages.get(step.sequence, _FIRST)
+        first, masked = (
+            reduce(lambda average, accepted: _FADE * average + (1 - _FADE) * accepted, each, average)
+            for each, average in zip(outcomes, before, strict=True)
+        )
+        self._averages[step.sequence] = first, masked
 
     def _learn_alternatives(self, step: SequenceStep, recovered: int) -> None:
         """Learn from the first rejected draft's alternatives, whether the target has read them or not."""

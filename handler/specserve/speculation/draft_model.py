@@ -1,6 +1,12 @@
-"""The draft model: its KV cache of each sequence, and its logits of the next token."""
+"""The draft model: its KV cache of each sequence, and its logits of the next tokens.
+
+A model that was trained for it drafts a whole block in one pass (PARD, arXiv 2504.18583): behind the tokens that it has
+not read, it reads mask tokens in place of those that it has not drafted. The logits at each are of the token after it.
+They leave the cache after the pass.
+"""
 
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 
@@ -24,10 +30,19 @@ class DraftModel:
     """
 
     def __init__(
-        self, cache: KVCache, cost: PassCosts, *, window: int, max_rows: int, vocabulary: int, context_length: int
+        self,
+        cache: KVCache,
+        cost: PassCosts,
+        *,
+        window: int,
+        max_rows: int,
+        vocabulary: int,
+        context_length: int,
+        mask_token: int | None = None,
     ) -> None:
         self.cache = cache
         self.cost = cost
+        self._mask_token = mask_token
         self._window = min(window, context_length // 2)
         # Of a pass: two a slot, so that no sequence is delayed whose draft prefill is over.
         least_rows = 2 * cache.n_slots
@@ -46,40 +61,54 @@ class DraftModel:
         """Whether its vocabulary has every token that it may have to read."""
         return max(step.tokens_from(max(0, step.length - self._window)), default=0) < self.cache.engine.width
 
-    def read(self, steps: list[SequenceStep], *, is_shared: bool = False) -> dict[int, FloatArray]:
+    def read(
+        self, steps: list[SequenceStep], *, mask_tokens: int = 0, is_shared: bool = False
+    ) -> dict[int, list[FloatArray]]:
         """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
 
-        Each step gets its share of the seconds that the cost table gives for the pass. One that others wait for
-        (`is_shared`) reads at most 16 tokens.
+        At most so many mask tokens follow each sequence, as far as its step and its slot have room. Each step gets its
+        share of the seconds that the cost table gives for the pass. One that others wait for (`is_shared`) reads at
+        most 16 tokens beside them.
 
         Returns:
-            The logits after the last token, shape (vocabulary of the target,), by index of the step; none for a
-            sequence of which more is left to read. Overwritten by the next pass.
+            The logits after the last token and after each mask, shape (vocabulary of the target,), by index of the
+            step; none for a sequence of which more is left to read. Overwritten by the next pass.
 
         Raises:
             DraftError: the pass failed, or the cache of another slot could not be copied.
         """
         max_rows = self._shared_rows if is_shared else self._max_rows
         rows: list[Row] = []
-        complete: list[int] = []
+        # By index of the step, its rows with logits.
+        complete: dict[int, int] = {}
+        mask_tokens = min(mask_tokens, self.cache.engine.max_logits // len(steps) - 1)
         try:
             for index in sorted(range(len(steps)), key=lambda index: self.draft_prefill(steps[index])):
-                if len(rows) == max_rows:
+                if max_rows <= 0:
                     break
                 step, slot = steps[index], steps[index].sequence.slot
                 self._begin(step)
                 first = self.cache.num_computed_tokens(slot)
-                unread = step.tokens_from(first)[: max_rows - len(rows)]
+                unread = step.tokens_from(first)[:max_rows]
+                max_rows -= len(unread)
                 rows += [
                     Row(token, slot, position, wants_logits=position == step.length - 1)
                     for position, token in enumerate(unread, first)
                 ]
                 if unread and first + len(unread) == step.length:
-                    complete.append(index)
+                    complete[index] = 1
+                    if self._mask_token is not None:
+                        room = self._context_length - (step.length - self.cache.start(slot))
+                        places = range(step.length, step.length + min(mask_tokens, step.rows_left - 1, room))
+                        rows += [Row(self._mask_token, slot, position, wants_logits=True) for position in places]
+                        complete[index] += len(places)
             by_slot = Counter(row.slot for row in rows)
             kv_tokens = sum(n * self.cache.kv_len([slot]) for slot, n in by_slot.items())
             self._last = len(rows), kv_tokens // max(1, len(rows))
-            logits = self.cache.forward(rows) if rows else ()
+            logits = self.cache.forward(rows) if rows else np.empty((0, 0), np.float32)
+            for index, count in complete.items():
+                if count > 1:
+                    self.cache.truncate(steps[index].sequence.slot, steps[index].length)
         except EngineError as error:
             raise DraftError(f"The draft model failed: {error}") from error
         if not np.isfinite(np.max(logits, initial=0.0)):
@@ -87,7 +116,8 @@ class DraftModel:
         row_seconds = self.cost.seconds(*self._last) / max(1, len(rows))
         for step in steps:
             step.seconds.draft_model += row_seconds * by_slot[step.sequence.slot]
-        return {index: self._fitted(row) for index, row in zip(complete, logits, strict=True)}
+        following = iter(logits)
+        return {index: [self._fitted(row) for row in islice(following, count)] for index, count in complete.items()}
 
     def observe_cost(self, seconds: float) -> None:
         """Tell the cost table what the last pass, and sampling from its logits, took."""
@@ -116,6 +146,11 @@ class DraftModel:
         return is_full or self._lag(step) > self._window
 
     def _fitted(self, logits: FloatArray) -> FloatArray:
-        """A row as wide as the target's: models of one family pad their vocabularies differently."""
+        """A row as wide as the target's: models of one family pad their vocabularies differently.
+
+        A mask is no token that could follow.
+        """
+        if self._mask_token is not None:
+            logits[self._mask_token] = -np.inf
         missing = self._vocabulary - logits.size
         return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]

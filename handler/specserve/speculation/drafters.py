@@ -1,4 +1,4 @@
-"""Drafts the tokens of a round: what a proposer has for nothing, or one by one by the draft model (policy.py decides).
+"""Drafts the tokens of a round: what a proposer has for nothing, or what the draft model gives (policy.py decides).
 
 The proposers (proposers.py, ngram.py) are asked first and again after every token of the draft model, so one draft may
 mix drafters.
@@ -12,6 +12,7 @@ the mask at its position is computed, so verification lacks at most the mask aft
 """
 
 import logging
+from collections import abc
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
@@ -74,19 +75,22 @@ class Drafters:
         for step in drafting:
             with step.contained():
                 self._draft_proposal(step, prices)
-        while self.model and (chosen := self._chosen_for_model(drafting, prices)):
+        while self.model and (chosen := self._chosen_for_model(drafting, prices))[0]:
             try:
-                self._draft_by_model(self.model, chosen, prices, is_shared=len(decoding) > 1)
+                self._draft_by_model(self.model, *chosen, prices, is_shared=len(decoding) > 1)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self.model = None
                 return
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
-    def _draft_proposal(self, step: SequenceStep, prices: Prices) -> None:
-        """Draft what the first proposer has that is worth verifying."""
+    def _draft_proposal(self, step: SequenceStep, prices: Prices, behind_masks: abc.Sequence[float] = ()) -> None:
+        """Draft what the first proposer has that is worth verifying.
+
+        Unless the tokens that the model has drafted behind masks are, which are accepted with these probabilities.
+        """
         sequence = step.sequence
-        if step.rows_left <= 0 or not step.compute_mask() or step.is_over(self._end_tokens):
+        if not self._may_go_on(step):
             return
         for proposer in self._proposers:
             if sequence.speculation.drafter not in {None, proposer.name}:
@@ -97,7 +101,8 @@ class Drafters:
             acceptance = [
                 self.controller.acceptance.of_token(sequence, proposer.name, stated) for stated in proposal.confidence
             ]
-            length = self.controller.proposal_length(step, acceptance, self._candidate(step, prices), prices)
+            by_model = None if behind_masks else self._candidate(step, prices)
+            length = self.controller.proposal_length(step, acceptance, by_model, prices, behind_masks)
             proposed = [
                 Draft(token, None, proposer.name, stated, probability)
                 for token, stated, probability in zip(*proposal, acceptance, strict=True)
@@ -114,36 +119,60 @@ class Drafters:
             if not step.drafts:
                 step.refused.append(proposed[0])
 
-    def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[SequenceStep]:
+    def _may_go_on(self, step: SequenceStep) -> bool:
+        """Whether one more token can be drafted, the mask at its position known."""
+        return step.rows_left > 0 and step.compute_mask() and not step.is_over(self._end_tokens)
+
+    def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> tuple[list[SequenceStep], int]:
+        """The steps that the model's next pass drafts for, and the number of mask tokens behind each."""
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen, _ = choose_for_model([candidate for _, candidate in candidates], prices)
-        return [candidates[index][0] for index in chosen]
+        chosen, _, mask_tokens = choose_for_model([candidate for _, candidate in candidates], prices)
+        return [candidates[index][0] for index in chosen], mask_tokens
 
     def _candidate(self, step: SequenceStep, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
         if self.model is None or step.sequence.speculation.drafter not in {None, "model"} or step.model_ended:
             return None
-        if not self.model.can_read(step) or not step.compute_mask() or step.is_over(self._end_tokens):
+        if not self.model.can_read(step) or not self._may_go_on(step):
             return None
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
-    def _draft_by_model(self, model: DraftModel, steps: list[SequenceStep], prices: Prices, *, is_shared: bool) -> None:
-        """Draft one token for each of these steps in one pass, and what proposers add; DraftError if it fails."""
+    def _draft_by_model(
+        self, model: DraftModel, steps: list[SequenceStep], mask_tokens: int, prices: Prices, *, is_shared: bool
+    ) -> None:
+        """Draft for each of these steps in one pass of the model, and what proposers add; DraftError if it fails."""
         began = self._clock()
-        logits = model.read(steps, is_shared=is_shared)
+        logits = model.read(steps, mask_tokens=mask_tokens, is_shared=is_shared)
         read = self._clock()
         for index, step in enumerate(steps):
             with step.contained():
-                if index in logits and self._sample(logits[index], step, prices):
-                    self._draft_proposal(step, prices)
-                else:
-                    step.model_ended = True
+                self._draft_block(logits.get(index, []), step, prices)
         # Sampling belongs to the cost of a pass, grammar masks do not.
         has_masks = any(step.sequence.constraint is not None for step in steps)
         model.observe_cost((read if has_masks else self._clock()) - began)
 
-    def _sample(self, logits: FloatArray, step: SequenceStep, prices: Prices) -> bool:
+    def _draft_block(self, logits: list[FloatArray], step: SequenceStep, prices: Prices) -> None:
+        """Draft from the model's logits of the next tokens: the first, and those behind masks that are worth a row.
+
+        How many that are is decided by their confidences, before any is sampled. A proposal may take the place of the
+        rest.
+        """
+        if not logits or not self._sample(logits[0], step, prices):
+            step.model_ended = True
+            return
+        of_token = self.controller.acceptance.of_token
+        behind = [of_token(step.sequence, "masked", confidence(row)) for row in logits[1:]]
+        length, _ = self.controller.length_worth_drafting(step, behind, prices)
+        for index in range(length + 1):
+            drafted = len(step.drafts)
+            self._draft_proposal(step, prices, behind[index:length])
+            if len(step.drafts) > drafted or index == length or not self._may_go_on(step):
+                return
+            if not self._sample(logits[1 + index], step, prices, behind_mask=True):
+                return
+
+    def _sample(self, logits: FloatArray, step: SequenceStep, prices: Prices, *, behind_mask: bool = False) -> bool:
         """Sample a draft token from the model's logits; False where the grammar leaves none."""
         sequence = step.sequence
         try:
@@ -158,7 +187,8 @@ class Drafters:
             return False
         stated = confidence(shaped)
         acceptance = self.controller.acceptance
-        draft = Draft(token, q, "model", stated, acceptance.of_token(sequence, "model", stated))
+        draft = Draft(token, q, "model", stated, behind_mask=behind_mask)
+        draft = draft._replace(acceptance=acceptance.of_token(sequence, draft.calibration, stated))
         if sequence.speculation.mode == "auto":
             draft = draft._replace(alternatives=alternatives_to(draft, step, shaped, acceptance))
         step.drafts.append(draft)

@@ -7,7 +7,8 @@ passes of the target and of the draft model, and v the tokens that a second yiel
 
 tokens (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured costs; block verification accepts more). The
 largest gain over all n is sought, whatever shape the costs have; the draft model then drafts one token, and the
-question is asked again.
+question is asked again. A draft model that drafts behind mask tokens (draft_model.py) gives all n for one D, with more
+rows, but less likely ones: alpha_1, then beta for each token behind a mask. The pass that gains more is chosen.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375
@@ -19,7 +20,7 @@ the most there is.
 import math
 from collections import abc, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class Prices:
     target: Callable[[int], float]
     draft: Callable[[int], float]
     rows: int = 1  # of the target's pass by now
+    block_length: int = 1  # the most tokens that a pass of the draft model drafts for a sequence
 
 
 class Candidate(NamedTuple):
@@ -66,6 +68,21 @@ class Candidate(NamedTuple):
     limit: int  # draft tokens that it may still have
     draft_prefill: float = 0.0  # the part that this round pays of the price of what the draft model has not read
     is_certain: bool = False  # whether the next token is drafted whatever it gains
+    pending: int = 1  # rows that the draft model reads in every round before it drafts
+    masked_acceptance: float = 0.0  # the probability that a token behind a mask is accepted if all before it are
+
+    def arrives(self, n: int, *, in_one_pass: bool) -> float:
+        """The probability that the n-th token from now on is accepted."""
+        following = self.masked_acceptance if in_one_pass else self.acceptance
+        return self.p_all_accepted * self.acceptance * following ** (n - 1)
+
+
+class ModelPass(NamedTuple):
+    """The draft model's next pass."""
+
+    chosen: list[int]  # indices of the sequences that it drafts for
+    gain: float = 0.0  # in tokens, of those that are not certain; 0.0 where nothing pays
+    mask_tokens: int = 0  # for each of them
 
 
 def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int, float]:
@@ -82,36 +99,56 @@ def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int,
     return best
 
 
-def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> tuple[list[int], float]:
-    """Which sequences the draft model should draft one more token for, and the expected gain of going on.
+def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> ModelPass:
+    """For which sequences the draft model should draft, behind how many mask tokens, and the expected gain of going on.
 
     Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
-    gain of n more tokens for the first k sequences is computed, every token as likely as the first. What is certain is
-    drafted in any case, and the others are weighed by what they add to that pass.
-
-    Returns:
-        Indices into `candidates`, and the gain in tokens of those that are not certain; 0.0 where nothing pays.
+    gain of n more tokens for the first k sequences is computed, one by one and in one pass. What is certain is drafted
+    in any case, and the others are weighed by what they add to that pass.
     """
     able = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
     certain = [index for index in able if candidates[index].is_certain]
     weighed = [index for index in able if not candidates[index].is_certain]
     weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
-    rows = prices.rows + len(certain)
-    base, base_draft = prices.target(rows), prices.draft(len(certain))
-    best: tuple[list[int], float] = [], 0.0
+    beside = replace(prices, rows=prices.rows + len(certain))
+    most = max((candidates[index].limit for index in certain), default=1)
+    best = ModelPass([], mask_tokens=min(most, prices.block_length) - 1)
     for k in range(1, len(weighed) + 1):
         first_k = [candidates[index] for index in weighed[:k]]
-        expected, drafts = 0.0, 0
-        price = sum(candidate.draft_prefill for candidate in first_k)
-        for n in range(1, max(candidate.limit for candidate in first_k) + 1):
-            drafting = [candidate for candidate in first_k if candidate.limit >= n]
-            expected += sum(candidate.p_all_accepted * candidate.acceptance**n for candidate in drafting)
-            drafts += len(drafting)
-            price += prices.draft(len(certain) + len(drafting)) - base_draft
-            gain = expected - price - (prices.target(rows + drafts) - base)
-            if gain > best[1]:
-                best = weighed[:k], gain
-    return [*certain, *sorted(best[0])], best[1]
+        longest = max(candidate.limit for candidate in first_k)
+        for in_one_pass in (False, True)[: 1 + (prices.block_length > 1)]:
+            length = min(longest, prices.block_length) if in_one_pass else longest
+            n, gain = _best_length(first_k, length, beside, len(certain), in_one_pass=in_one_pass)
+            if gain > best.gain:
+                best = ModelPass(weighed[:k], gain, n - 1 if in_one_pass else 0)
+    return best._replace(chosen=[*certain, *sorted(best.chosen)])
+
+
+def _best_length(
+    candidates: list[Candidate], longest: int, prices: Prices, beside: int, *, in_one_pass: bool
+) -> tuple[int, float]:
+    """How many tokens to draft for each of these sequences, and the gain: 0 and 0.0 where none pay.
+
+    The draft model's first pass has `beside` more rows in any case.
+    """
+    base, base_draft = prices.target(prices.rows), prices.draft(beside)
+    pending = beside + sum(candidate.pending for candidate in candidates)
+    expected, drafts, price = 0.0, 0, sum(candidate.draft_prefill for candidate in candidates)
+    best = 0, 0.0
+    for n in range(1, longest + 1):
+        drafting = [candidate for candidate in candidates if candidate.limit >= n]
+        expected += sum(candidate.arrives(n, in_one_pass=in_one_pass) for candidate in drafting)
+        drafts += len(drafting)
+        if n == 1:
+            passes = prices.draft(pending) - base_draft
+        elif in_one_pass:
+            passes = prices.draft(pending + drafts - len(candidates)) - base_draft
+        else:
+            passes += prices.draft(beside + len(drafting)) - base_draft
+        gain = expected - price - passes - (prices.target(prices.rows + drafts) - base)
+        if gain > best[1]:
+            best = n, gain
+    return best
 
 
 class Balance:
@@ -148,9 +185,10 @@ class Controller:
     The drafters (drafters.py) execute. It has no clock and no randomness.
     """
 
-    def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None) -> None:
+    def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None, *, block_length: int = 1) -> None:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
+        self._block_length = block_length  # see `Prices`
         self.acceptance = Acceptance()
         self._balances: WeakKeyDictionary[Sequence, Balance] = WeakKeyDictionary()
         # Lengths of the last answers: of those that follow a grammar, which are labels more often, and of others.
@@ -181,6 +219,7 @@ class Controller:
         return Prices(
             target=lambda rows: value * target.seconds(rows, target_kv_len),
             draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,
+            block_length=self._block_length,
         )
 
     def draft_limits(
@@ -215,16 +254,25 @@ class Controller:
         """
         able = [step for step in steps if step.max_drafts > 0]
         fixed = [step for step in able if _is_fixed(step)]
-        likely = [Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts)) for step in able if not _is_fixed(step)]
+        likely = [
+            Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts), masked_acceptance=_LIKELY)
+            for step in able
+            if not _is_fixed(step)
+        ]
         certain = [Candidate(1.0, 1.0, step.max_drafts, is_certain=True) for step in fixed]
         rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), prices)
-        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], prices)[1] > 0
+        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], prices).gain > 0
         for step in able:
             step.model_ended = not (model_may_pay or _is_fixed(step))
         return able if rows_pay else fixed
 
     def proposal_length(
-        self, step: SequenceStep, probabilities: list[float], by_model: Candidate | None, prices: Prices
+        self,
+        step: SequenceStep,
+        probabilities: list[float],
+        by_model: Candidate | None,
+        prices: Prices,
+        behind_masks: abc.Sequence[float] = (),
     ) -> int:
         """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
@@ -232,17 +280,30 @@ class Controller:
         either case; the model as if it drafted for this sequence alone. In mode `fixed` those before the first that is
         less likely than the model's next.
 
-        The probabilities are of acceptance of each proposed token; `by_model` is None where the model may not draft.
+        The probabilities are of acceptance of each proposed token, and of those that the draft model's pass has drafted
+        `behind_masks`; `by_model` is None where the model may not draft.
         """
         if _is_fixed(step):
-            least = by_model.acceptance if by_model else 0.0
+            least = next(iter(behind_masks), by_model.acceptance if by_model else 0.0)
             return next((index for index, p in enumerate(probabilities) if p < least), len(probabilities))
-        accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
-        length, gain = rows_worth_adding(accepted, prices)
+        length, gain = self.length_worth_drafting(step, probabilities, prices)
+        if behind_masks:
+            return length if gain > self.length_worth_drafting(step, behind_masks[:length], prices)[1] else 0
         if by_model is None:
             return length
         by_model = by_model._replace(limit=min(by_model.limit, length))
-        return length if gain > choose_for_model([by_model], prices)[1] else 0
+        return length if gain > choose_for_model([by_model], prices).gain else 0
+
+    def length_worth_drafting(
+        self, step: SequenceStep, probabilities: abc.Sequence[float], prices: Prices
+    ) -> tuple[int, float]:
+        """How many of the tokens that follow the drafts are worth a row of the target, and their gain.
+
+        The probabilities are of acceptance of each; in mode `fixed` all are drafted.
+        """
+        accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
+        length, gain = rows_worth_adding(accepted, prices)
+        return (len(accepted) if _is_fixed(step) else length), gain
 
     def candidate(self, step: SequenceStep, pending: int, prices: Prices) -> Candidate | None:
         """What is known of a step before the draft model reads `pending` tokens and drafts the next one.
@@ -255,9 +316,13 @@ class Controller:
             return Candidate(step.p_all_accepted, acceptance, step.rows_left, is_certain=True)
         if self.balance(sequence).is_over_budget:
             return None
-        # The tokens that follow share what the draft model reads once.
-        draft_prefill = (prices.draft(pending) - prices.draft(1)) / self._following(sequence)
-        return Candidate(step.p_all_accepted, acceptance, step.rows_left, draft_prefill)
+        # What drafts behind masks have not read is read in every round; the rest once, for all tokens that follow.
+        each_round = min(pending, prices.block_length)
+        draft_prefill = (prices.draft(pending) - prices.draft(each_round)) / self._following(sequence)
+        masked = self.acceptance.of_next(sequence, behind_mask=True)
+        return Candidate(
+            step.p_all_accepted, acceptance, step.rows_left, draft_prefill, pending=each_round, masked_acceptance=masked
+        )
 
     def _following(self, sequence: Sequence) -> float:
         """A cautious estimate of the tokens still to come: 90 % of answers that got this far had more; at least 1."""

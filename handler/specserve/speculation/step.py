@@ -34,6 +34,12 @@ class Draft(NamedTuple):
     confidence: float
     acceptance: float = 1.0  # the estimated probability that it is accepted if all drafts before it are
     alternatives: tuple[Alternative, ...] = ()  # to it, which the target may read or not
+    behind_mask: bool = False  # whether the draft model read a mask token where it should have read the draft before it
+
+    @property
+    def calibration(self) -> str:
+        """What its confidence is calibrated with (acceptance.py)."""
+        return "masked" if self.behind_mask else self.drafter
 
 
 @dataclass

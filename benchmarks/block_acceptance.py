@@ -48,7 +48,7 @@ def distributions(engine: LlamaEngine, tokens: list[int], start: int, sampling: 
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, quick="every eighth position")
+    parser = argument_parser(__doc__, quick="every 24th position")
     parser.add_argument("draft", type=Path)
     parser.add_argument("--recordings", type=Path, default=RECORDINGS)
     parser.add_argument("--every", type=int, default=3, help="positions apart that drafts begin (%(default)s)")
@@ -61,6 +61,7 @@ def main() -> None:
     _, target = open_engine(config.target.path, threads, is_draft=False)
     model, draft = open_engine(options.draft, threads, is_draft=True)
     length = max(2, model.block_length)
+    stride = options.every * (8 if options.quick else 1)
     # By temperature, way of drafting and family: a line of acceptance probabilities for each beginning.
     found: dict[tuple[float, str, str], list[list[float]]] = {}
     for line in with_progress(options.recordings.read_text(encoding="utf-8").splitlines(), "answers"):
@@ -76,11 +77,11 @@ def main() -> None:
             float(np.minimum(each, q[: each.size]).sum())
             for each, q in zip(p, distributions(draft, tokens, first - 1, sampling), strict=False)
         ]
-        for begin in range(first - 1, len(tokens) - length, options.every * (8 if options.quick else 1)):
+        draft.truncate(0, first - 1)
+        for begin in range(first - 1, len(tokens) - length, stride):
             after = begin - first + 1
             ways = {"one by one": singly[after : after + length]}
             if model.mask_token is not None:
-                draft.truncate(0, begin)
                 rows = [Row(tokens[begin], 0, begin, wants_logits=True)]
                 rows += [Row(model.mask_token, 0, begin + n, wants_logits=True) for n in range(1, length)]
                 q = [to_distribution(logits, sampling) for logits in draft.forward(rows)]
@@ -91,7 +92,7 @@ def main() -> None:
                 for family in (recording["family"], "all"):
                     found.setdefault((sampling.temperature, way, family), []).append(each)
             draft.truncate(0, begin)
-            prefill(draft, tokens[begin : begin + options.every], begin)
+            prefill(draft, tokens[: begin + stride], begin)
     table = []
     for (temperature, way, family), values in sorted(found.items()):
         accepted = np.array(values)

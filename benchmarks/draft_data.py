@@ -1,7 +1,8 @@
 """Lets the target write answers that a draft model is trained on (train_draft.py), as many as a server can.
 
 A line of the file is an answer: the tokens of its prompt, its own, and at each of these the target's four most likely
-tokens with their probabilities. A run that was interrupted is continued. The prompts are made of training.yaml.
+tokens with their probabilities. Beside three of ten answers there is a piece of a Python package's source or
+description, which is certain. A run that was interrupted is continued. The prompts are made of training.yaml.
 
     .venv/bin/python benchmarks/draft_data.py FILE [--tokens N] [--config FILE] [--clients N]
 """
@@ -9,6 +10,7 @@ tokens with their probabilities. A run that was interrupted is continued. The pr
 import json
 import math
 import random
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +31,8 @@ _MOST_TOKENS = 320
 # Two thirds of the answers are greedy; a quarter of the prompts contain an earlier answer, up to so many characters.
 _TEMPERATURES, _FOLLOWUPS, _QUOTED = (0.0, 0.0, 0.7), 0.25, (500, 900, 1500, 2400)
 _TOP = 4
+# Tokens of a piece of text, those at its beginning that nothing is learned from, and pieces for each answer.
+_PIECE, _CONTEXT, _PIECES = 350, 16, 0.3
 
 
 class Prompts:
@@ -71,8 +75,8 @@ def main() -> None:
     tokens = {model.name(token): token for token in reversed(range(model.size))}
     end = tokens[model.eos_text().encode()]
     written = options.file.read_text(encoding="utf-8").splitlines() if options.file.exists() else []
-    total = sum(len(json.loads(line)["answer"]) for line in written)
-    prompts, lock = Prompts(seed=len(written)), Lock()
+    total = sum(len(answer["answer"]) for answer in map(json.loads, written) if len(answer["top"][0]) == _TOP)
+    prompts, pieces, lock = Prompts(seed=len(written)), random.Random(len(written)), Lock()
     with server_stack() as stack, options.file.open("a", encoding="utf-8") as file:
         endpoint = start_specserve(stack, options.config, _PORT)
         began, before = time.monotonic(), total
@@ -96,6 +100,8 @@ def main() -> None:
                 with lock:
                     prompts.answers.append(choice["message"]["content"])
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
+                    if pieces.random() < _PIECES:
+                        file.write(json.dumps(piece(model, pieces), separators=(",", ":")) + "\n")
                     file.flush()
                     total += len(line["answer"])
                     rate = (total - before) / (time.monotonic() - began)
@@ -104,6 +110,20 @@ def main() -> None:
         with ThreadPoolExecutor(options.clients) as clients:
             for done in [clients.submit(ask) for _ in range(options.clients)]:
                 done.result()
+
+
+def piece(model: LlamaModel, generator: random.Random) -> dict[str, list[Any]]:
+    """A line of text from the standard library or a package's description."""
+    paths = sysconfig.get_paths()
+    sources = [*Path(paths["stdlib"]).glob("*.py"), *Path(paths["purelib"]).glob("*.dist-info/METADATA")]
+    tokens: list[int] = []
+    while len(tokens) < _PIECE // 2:
+        content = generator.choice(sorted(sources)).read_text(encoding="utf-8", errors="replace")
+        start = content.find("\n", generator.randrange(len(content) + 1)) + 1
+        tokens = model.encode(content[start : start + 4 * _PIECE], begin=False)[:_PIECE]
+    answer = tokens[_CONTEXT:]
+    top = [[token] for token in answer]
+    return {"prompt": tokens[:_CONTEXT], "answer": answer, "top": top, "p": [[1.0]] * len(answer)}
 
 
 def line_of(choice: dict[str, Any], tokens: dict[bytes, int]) -> dict[str, list[Any]]:

@@ -2,18 +2,17 @@
 
 Behind an answer's token it reads mask tokens, and learns to say at each what the target says so many tokens later; at
 the answer's own tokens it goes on learning the target's next one. What is trained is a LoRA (arXiv 2106.09685) on all
-linear layers and the mask's embedding, which are merged into the weights in the end. Answers are those of
-draft_data.py, and the text of the Python packages that are installed. A run continues from its checkpoint, which is
-written every five minutes, and ends after the given hours of training in all. It needs `pip install -e '.[train]'`.
+linear layers and the mask's embedding, which are merged into the weights in the end. The texts are those of
+draft_data.py. A run continues from its checkpoint, which is written every five minutes, and ends after the given hours
+of training in all.
 
-    .venv/bin/python benchmarks/train_draft.py SOURCE.gguf OUT.gguf --answers FILE ... [--hours H] [--checkpoint FILE]
+    scripts/train_draft SOURCE.gguf TEXTS.jsonl ... OUT.gguf [--hours H] [--checkpoint FILE]
 """
 
 import argparse
 import json
 import math
 import random
-import sysconfig
 import time
 from collections.abc import Iterator
 from itertools import count as numbers
@@ -26,8 +25,6 @@ import torch
 from gguf.quants import dequantize
 from torch.nn import functional
 
-from specserve.engine.llama_model import LlamaModel, write_pure_q4_0
-
 # The size of a LoRA (19 MB at rank 32 in 8 bits), and what its product is multiplied by.
 _RANK, _SCALE = 32, 2.0
 # With 1e-3 the next token's accuracy falls from .84 to .68 and does not come back; with 3e-4 it rises to .78 of .76.
@@ -36,8 +33,8 @@ _LEARNING_RATE, _WARM_UP, _DECAY = 3e-4, 30, 0.4
 # (PARD's conditional drop), and count less.
 _MASKS, _SHARES, _FADE = (2, 3, 5, 7), (0.3, 0.25, 0.2, 0.25), 0.9
 _BLOCK_LENGTH = 8
-# Tokens of a piece of text from packages, how many pieces there are for an answer, and rows of a sequence in a pass.
-_PIECE, _PIECES, _ROWS = 350, 0.3, 900
+# Rows of a text in a pass.
+_ROWS = 900
 _CHECKPOINT_SECONDS = 300
 _PARTS = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
@@ -64,10 +61,13 @@ class Draft(torch.nn.Module):
         architecture = str(reader.fields["general.architecture"].contents())
         if architecture != "qwen2":
             raise SystemExit(f"Only qwen2 can be trained, and this is {architecture}.")
-        value = {key.partition(".")[2]: field.contents() for key, field in reader.fields.items()}
+        value = {key.removeprefix("qwen2."): field.contents() for key, field in reader.fields.items()}
         self.layers, self.width = int(value["block_count"]), int(value["embedding_length"])
         self.heads, self.kv_heads = int(value["attention.head_count"]), int(value["attention.head_count_kv"])
-        self.base, self.epsilon = float(value["rope.freq_base"]), float(value["attention.layer_norm_rms_epsilon"])
+        self.base, self.epsilon = (
+            float(value.get("rope.freq_base", 10_000)),
+            float(value["attention.layer_norm_rms_epsilon"]),
+        )
         tensors = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
         weights = {name: tensor.to(device, torch.bfloat16) for name, tensor in tensors.items()}
         self.embedding = weights["token_embd.weight"]
@@ -147,19 +147,10 @@ def _hidden(condition: torch.Tensor) -> torch.Tensor:
     )
 
 
-def read_texts(answers: list[Path], model: LlamaModel) -> list[Text]:
-    """The target's answers, and for three of ten a piece of a package's Python or of its description."""
-    lines = (json.loads(line) for file in answers for line in file.read_text(encoding="utf-8").splitlines())
+def read_texts(files: list[Path]) -> list[Text]:
+    lines = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
     texts = [Text(line["prompt"] + line["answer"], len(line["prompt"]), line["top"], line["p"]) for line in lines]
-    paths = sysconfig.get_paths()
-    sources = sorted([*Path(paths["stdlib"]).glob("*.py"), *Path(paths["purelib"]).glob("*.dist-info/METADATA")])
-    generator = random.Random(0)
-    for source in generator.choices(sources, k=int(_PIECES * len(texts))):
-        content = source.read_text(encoding="utf-8", errors="replace")
-        start = content.find("\n", generator.randrange(max(1, len(content) - 4 * _PIECE))) + 1
-        tokens = model.encode(content[start : start + 4 * _PIECE], begin=False)[:_PIECE]
-        texts.append(Text(tokens, 16, [[token] for token in tokens[16:]], [[1.0]] * len(tokens[16:])))
-    return [text for text in texts if len(text.tokens) - text.first > _BLOCK_LENGTH + 8]
+    return [text for text in texts if len(text.tokens) - text.first > 2 * _BLOCK_LENGTH]
 
 
 def endless(texts: list[Text], skipped: int) -> Iterator[Text]:
@@ -200,7 +191,11 @@ def train(draft: Draft, texts: list[Text], options: argparse.Namespace) -> None:
     device = draft.mask.device
     # Tokens that no text has are left out of the softmax.
     known = sorted(
-        {*range(12_000), *(t for text in texts for t in text.tokens), *(t for x in texts for y in x.top for t in y)}
+        {
+            *range(min(12_000, len(draft.embedding))),
+            *(t for text in texts for t in text.tokens),
+            *(t for x in texts for y in x.top for t in y),
+        }
     )
     column = torch.full((len(draft.embedding),), -1, device=device)
     column[known] = torch.arange(len(known), device=device)
@@ -244,10 +239,11 @@ def train(draft: Draft, texts: list[Text], options: argparse.Namespace) -> None:
             last_saved = time.monotonic()
 
 
-def write(draft: Draft, reader: gguf.GGUFReader, mask_token: int, path: Path) -> None:
-    """Merge what was trained into the weights, and write the model in Q4_0."""
-    whole = path.with_suffix(".f16.gguf")
-    writer = gguf.GGUFWriter(whole, "qwen2")
+def write(draft: Draft, reader: gguf.GGUFReader, path: Path) -> None:
+    """Merge what was trained into the weights; the mask gets the last token that is unused."""
+    kinds = reader.fields["tokenizer.ggml.token_type"].contents()
+    mask_token = max(token for token, kind in enumerate(kinds) if kind == gguf.TokenType.UNUSED)
+    writer = gguf.GGUFWriter(path, "qwen2")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in {"general.architecture", "general.file_type"}:
             kind, *of = field.types
@@ -275,29 +271,22 @@ def write(draft: Draft, reader: gguf.GGUFReader, mask_token: int, path: Path) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if not write_pure_q4_0(whole, path):
-        raise SystemExit(f"{whole} cannot be requantised.")
-    whole.unlink()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="the draft model as published")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--answers", type=Path, nargs="+", required=True)
+    parser.add_argument("source", type=Path, help="the draft model as published, a GGUF")
+    parser.add_argument("texts", type=Path, nargs="+", help="files of draft_data.py")
+    parser.add_argument("out", type=Path, help="GGUF to write, in 16 bits: `requantise: true` in its configuration")
     parser.add_argument("--hours", type=float, default=8.0, help="of training in all (%(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=Path("draft.pt"), help="(%(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="texts a step (%(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reader = gguf.GGUFReader(options.source)
-    draft = Draft(reader, device).to(device)
-    model = LlamaModel(options.source)
-    # The last token without a text: the target never says it, and padding of the vocabulary has many.
-    unused = max(token for token in range(model.size) if not model.piece(token) and not model.is_end_token(token))
-    train(draft, read_texts(options.answers, model), options)
-    write(draft, reader, unused, options.out)
+    draft = Draft(reader, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    train(draft, read_texts(options.texts), options)
+    write(draft, reader, options.out)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,22 @@
 
 The target answers the first prompts of each family alone. Then the draft is run over the answer (teacher forcing), and
 at every position its choices are compared with the target's token. Above temperature 0 both choose with the noise of
-coupled verification, so that the comparison is deterministic.
+coupled verification, so that the comparison is deterministic. A draft that drafts in one pass is also run with mask
+tokens behind every token. The table has the share of right tokens by their place in a draft, if all before are right,
+drafted one by one and in one pass; and the tokens that a round of four and of eight drafts gives.
 
-    .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...] [--prompts N]
+    .venv/bin/python benchmarks/record.py FILE [--config FILE] [--temperatures T ...] [--prompts N] [--answers FILE]
 """
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import FAMILIES, Task, argument_parser, read_tasks, with_progress
+from common import FAMILIES, Task, argument_parser, print_table, read_tasks, with_progress
 from specserve.cli.archive import prepared_handler
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
@@ -35,6 +38,8 @@ _SEED = 1
 _MOST_TOKENS = 128
 # The draft's choices at a position that are recorded.
 _CHOICES = 3
+# Places in a draft that the table has.
+_SHOWN = 8
 
 
 def choose(logits: FloatArray, index: int, sampling: SamplingParams, choices: int = 1) -> list[int]:
@@ -48,14 +53,8 @@ def choose(logits: FloatArray, index: int, sampling: SamplingParams, choices: in
     return chosen
 
 
-def record(
-    engines: tuple[LlamaEngine, LlamaEngine], window: int, model: LlamaModel, task: Task, sampling: SamplingParams
-) -> dict[str, Any]:
-    """One line of the file, see `simulate.Recording`.
-
-    The draft sees the last `window` tokens of the prompt; in a server it begins nearer to the end of long ones.
-    """
-    target, draft = engines
+def answer_of(target: LlamaEngine, model: LlamaModel, task: Task, sampling: SamplingParams) -> dict[str, Any]:
+    """The target's part of a line of the file, see `simulate.Recording`."""
     prompt = model.encode(task.text, special=True)
     answer: list[int] = []
     sure = []
@@ -66,7 +65,6 @@ def record(
         [logits] = target.forward([Row(tokens[-1], 0, len(tokens) - 1, wants_logits=True)])
         sure.append(round(confidence(logits), _DIGITS))
         answer += choose(logits, len(answer), sampling)
-    rank, draft_sure, others = teacher_force(draft, prompt[-window:], answer, target.width, sampling)
     return {
         "family": task.family,
         "name": task.name,
@@ -74,19 +72,16 @@ def record(
         "prompt": prompt,
         "answer": answer,
         "sure": sure,
-        "rank": rank,
-        "draft_sure": draft_sure,
-        "others": others,
     }
 
 
-def teacher_force(
-    draft: LlamaEngine, prompt: list[int], answer: list[int], width: int, sampling: SamplingParams
-) -> tuple[list[int], list[float], list[list[float]]]:
+def teacher_force(draft: LlamaEngine, line: dict[str, Any], width: int, sampling: SamplingParams) -> dict[str, Any]:
     """By index of the answer: the token's place among the draft's choices (over `width` tokens), and what it thinks.
 
-    That is its confidence, and the probabilities of its choices after the first one, at temperature 1.
+    That is its confidence, and the probabilities of its choices after the first one, at temperature 1. Of a prompt it
+    sees the last tokens; in a server it begins nearer to the end of long ones.
     """
+    prompt, answer = line["prompt"][-_DRAFT_WINDOW:], line["answer"]
     draft.truncate(0, 0)
     prefill(draft, prompt[:-1])
     rank, sure, others = [], [], []
@@ -102,7 +97,51 @@ def teacher_force(
             rank.append(choices.index(right) if right in choices else _CHOICES)
             probabilities = stated * np.exp(logits[choices[1:]] - logits.max())
             others.append([round(float(probability), _DIGITS) for probability in probabilities])
-    return rank, sure, others
+    return {"rank": rank, "draft_sure": sure, "others": others}
+
+
+def force_behind_masks(
+    draft: LlamaEngine, model: LlamaModel, line: dict[str, Any], width: int, sampling: SamplingParams
+) -> list[list[tuple[int, float]]]:
+    """By index of the answer, for the tokens that follow it behind 1, 2, ... masks: rank and confidence as above."""
+    prompt, answer = line["prompt"][-_DRAFT_WINDOW:], line["answer"]
+    found, tokens = [], [*prompt, *answer]
+    for index in range(len(answer)):
+        position = len(prompt) - 1 + index
+        draft.truncate(0, position)
+        behind = range(min(model.block_length - 1, len(answer) - 1 - index))
+        masks = [Row(model.mask_token or 0, 0, position + 1 + n, wants_logits=True) for n in behind]
+        rows = draft.forward([Row(tokens[position], 0, position, wants_logits=False), *masks])
+        each = []
+        for depth, logits in zip(behind, rows, strict=True):
+            logits[model.mask_token or 0] = -np.inf
+            choices = choose(logits[:width], index + 1 + depth, sampling, _CHOICES)
+            right = answer[index + 1 + depth]
+            rank = choices.index(right) if right in choices else _CHOICES
+            each.append((rank, round(confidence(logits), _DIGITS)))
+        found.append(each)
+    return found
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """Print the share of right tokens by their place in a draft."""
+    hits: dict[tuple[float, str, str], list[list[bool]]] = {}
+    for line in lines:
+        right = [rank == 0 for rank in line["rank"]]
+        masked = [[rank == 0 for rank, _ in each] for each in line.get("masked", [])]
+        for index in range(len(right) - _SHOWN):
+            ways = {"one by one": right[index : index + _SHOWN]}
+            if masked:
+                ways["in one pass"] = [right[index], *masked[index][: _SHOWN - 1]]
+            for (way, each), family in product(ways.items(), (line["family"], "all")):
+                hits.setdefault((line["temperature"], way, family), []).append(each)
+    rows = []
+    for (temperature, way, family), each in sorted(hits.items()):
+        reached = np.cumprod(np.array(each), axis=1).mean(axis=0)
+        shares = " ".join(f"{share:.2f}" for share in reached / np.maximum([1, *reached[:-1]], 1e-9))
+        tokens = {f"E{drafts}": f"{1 + reached[:drafts].sum():.2f}" for drafts in (4, _SHOWN)}
+        rows.append({"temperature": temperature, "drafted": way, "family": family, "right": shares} | tokens)
+    print_table("Right tokens by place in a draft", rows)
 
 
 def main() -> None:
@@ -110,6 +149,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="one JSON object a line; existing recordings are not repeated")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--prompts", type=int, default=4, help="prompts a family (%(default)s)")
+    parser.add_argument("--answers", type=Path, help="a file whose answers another draft is recorded along")
     options = parser.parse_args()
     config = prepared_handler(options.config)
     if config.draft is None or config.draft.path is None or config.target.path is None:
@@ -126,8 +166,12 @@ def main() -> None:
         )
         for model in models
     )
-    lines = options.file.read_text(encoding="utf-8").splitlines() if options.file.exists() else []
-    known = {(line["name"], line["temperature"]) for line in map(json.loads, lines)}
+    known, answered = (
+        {(line["name"], line["temperature"]): line for line in map(json.loads, file.read_text("utf-8").splitlines())}
+        if file and file.exists()
+        else {}
+        for file in (options.file, options.answers)
+    )
     limit = 1 if options.quick else options.prompts
     tasks = [
         (task, temperature)
@@ -136,11 +180,17 @@ def main() -> None:
         for task in read_tasks(family, limit)
     ]
     for task, temperature in with_progress(tasks, "recording"):
-        if (task.name, temperature) not in known:
-            sampling = SamplingParams(temperature=temperature)
-            line = record((target, draft), _DRAFT_WINDOW, models[0], task, sampling)
-            with options.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        key, sampling = (task.name, temperature), SamplingParams(temperature=temperature)
+        if key in known:
+            continue
+        line = answered.get(key) or answer_of(target, models[0], task, sampling)
+        line |= teacher_force(draft, line, target.width, sampling)
+        if models[1].mask_token is not None:
+            line["masked"] = force_behind_masks(draft, models[1], line, target.width, sampling)
+        known[key] = line
+        with options.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    show([*known.values()])
 
 
 if __name__ == "__main__":

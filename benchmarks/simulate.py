@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -45,6 +45,8 @@ RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 CONTEXT = 4096
 # Tokens that stand for the rest of the vocabulary, so that logits can have the recorded entropy.
 _OTHERS = 200
+# A token that no text has.
+_MASK = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class Recording:
     rank: list[int]  # the token's place among the draft's choices; 0 where the draft chooses the same token
     draft_sure: list[float]  # the draft's confidence
     others: list[list[float]]  # the probabilities of the draft's choices after the first
+    # Rank and confidence of the tokens that follow, behind 1, 2, ... masks; none of a draft that knows no masks.
+    masked: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    @property
+    def block_length(self) -> int:
+        return 1 + max(map(len, self.masked), default=0)
 
 
 @dataclass
@@ -142,9 +150,16 @@ class ReplayEngine:
                 self._alternatives.setdefault(row.slot, []).append(row.position)
             else:
                 self._lengths[row.slot] = row.position + 1
-        return np.array([self._row(row) for row in rows if row.wants_logits], np.float32)
+        # By slot, how many masks a row follows and is.
+        masks: Counter[int] = Counter()
+        logits = []
+        for row in rows:
+            masks[row.slot] += row.token == _MASK
+            if row.wants_logits:
+                logits.append(self._row(row, masks[row.slot]))
+        return np.array(logits, np.float32)
 
-    def _row(self, asked: Row) -> list[float]:
+    def _row(self, asked: Row, masks: int) -> list[float]:
         # A slot belongs to the replay that got it last.
         replay = next(
             (candidate for candidate in reversed(self._replays) if candidate.sequence.slot == asked.slot),
@@ -157,6 +172,11 @@ class ReplayEngine:
         rank = recording.rank[index] if self._draft else 0
         sure = recording.draft_sure[index] if self._draft else recording.sure[index]
         choices = [sure, *(recording.others[index] if self._draft else [])]
+        if masks:
+            behind = recording.masked[max(0, index - masks)]
+            rank, sure = behind[masks - 1] if masks <= len(behind) else (1, 0.1)
+            # What follows the first choice was not recorded.
+            choices = [sure, *[(1 - sure) / 4] * 2]
         # A tie would be decided by the tokens' numbers.
         choices = [max(1.5 / self.width, p) * (1 - 1e-4 * place) for place, p in enumerate(choices)]
         rest = max(1e-6, 1 - sum(choices)) / (self.width - len(choices))
@@ -236,6 +256,7 @@ class Simulation:
     def together(self, recordings: list[Recording]) -> tuple[list[float], list[TextSequence]]:
         """Seconds until each of several answers is complete that are requested at once, and their sequences."""
         width = max(len({*r.prompt, *r.answer}) for r in recordings) + 1 + _OTHERS
+        self._controller.block_length = max(recording.block_length for recording in recordings)
         replays = [Replay.begin(r, number, width, self._speculation) for number, r in enumerate(recordings)]
         target, draft = (
             ReplayEngine(replays, width, PassCosts(table), self._clock, self._slots, draft=is_draft)
@@ -248,6 +269,7 @@ class Simulation:
             max_rows=64,
             vocabulary=width,
             context_length=self._draft_context,
+            mask_token=_MASK,
         )
         scheduler = Scheduler(
             target.cache,

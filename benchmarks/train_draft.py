@@ -35,6 +35,9 @@ _MASKS, _SHARES, _FADE = (2, 3, 5, 7), (0.3, 0.25, 0.2, 0.25), 0.9
 _BLOCK_LENGTH = 8
 # Rows of a text in a pass.
 _ROWS = 900
+# Most prompts are cut to as many tokens as a server's draft model reads of them (loading.py). A draft trained on whole
+# prompts alone is right .62 times instead of .76 behind the last 128 tokens of one.
+_PROMPT, _CUT = 96, 0.75
 _CHECKPOINT_SECONDS = 300
 _PARTS = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
@@ -165,6 +168,9 @@ def endless(texts: list[Text], skipped: int) -> Iterator[Text]:
 def loss_of(draft: Draft, head: torch.Tensor, column: torch.Tensor, text: Text, generator: random.Random) -> Any:
     """The cross-entropy with the target's distributions, summed; and how often the likeliest token was right."""
     device = head.device
+    cut = text.first - _PROMPT
+    if cut > 0 and generator.random() < _CUT:
+        text = text._replace(tokens=text.tokens[cut:], first=_PROMPT)
     room = max(200, _ROWS - len(text.tokens))
     masks = generator.choices(_MASKS, _SHARES)[0]
     begins = range(text.first - 1, len(text.tokens) - 1 - masks)

@@ -188,7 +188,7 @@ class Controller:
     def __init__(self, target_cost: PassCosts, draft_cost: PassCosts | None, *, block_length: int = 1) -> None:
         self.target_cost = target_cost
         self.draft_cost = draft_cost
-        self._block_length = block_length  # see `Prices`
+        self.block_length = block_length  # see `Prices`
         self.acceptance = Acceptance()
         self._balances: WeakKeyDictionary[Sequence, Balance] = WeakKeyDictionary()
         # Lengths of the last answers: of those that follow a grammar, which are labels more often, and of others.
@@ -219,7 +219,7 @@ class Controller:
         return Prices(
             target=lambda rows: value * target.seconds(rows, target_kv_len),
             draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,
-            block_length=self._block_length,
+            block_length=self.block_length,
         )
 
     def draft_limits(

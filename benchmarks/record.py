@@ -110,11 +110,11 @@ def force_behind_masks(
         position = len(prompt) - 1 + index
         draft.truncate(0, position)
         behind = range(min(model.block_length - 1, len(answer) - 1 - index))
-        masks = [Row(model.mask_token or 0, 0, position + 1 + n, wants_logits=True) for n in behind]
+        masks = [Row(model.mask_token, 0, position + 1 + n, wants_logits=True) for n in behind]
         rows = draft.forward([Row(tokens[position], 0, position, wants_logits=False), *masks])
         each = []
         for depth, logits in zip(behind, rows, strict=True):
-            logits[model.mask_token or 0] = -np.inf
+            logits[model.mask_token] = -np.inf
             choices = choose(logits[:width], index + 1 + depth, sampling, _CHOICES)
             right = answer[index + 1 + depth]
             rank = choices.index(right) if right in choices else _CHOICES
@@ -185,7 +185,7 @@ def main() -> None:
             continue
         line = answered.get(key) or answer_of(target, models[0], task, sampling)
         line |= teacher_force(draft, line, target.width, sampling)
-        if models[1].mask_token is not None:
+        if models[1].block_length > 1:
             line["masked"] = force_behind_masks(draft, models[1], line, target.width, sampling)
         known[key] = line
         with options.file.open("a", encoding="utf-8") as file:

@@ -72,7 +72,7 @@ class FakePair:
         width = self.vocabulary.size
         self.target = FakeEngine(vocabulary=width, n_slots=slots, n_cells=n_cells)
         # The mask is a token that the target does not have.
-        mask = width if block_length > 1 else None
+        mask = width if block_length > 1 else -1
         self.draft = FakeEngine(vocabulary=draft_width or width + (block_length > 1), n_slots=slots, blend=blend)
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)

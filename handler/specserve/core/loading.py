@@ -191,14 +191,14 @@ def open_engines(
                 context_length=draft.slot_length,
                 mask_token=draft_model.mask_token,
             )
-            sentence = "specserve: a pass of one token takes %.1f ms on the target and %.1f ms on the draft model"
-            logger.info(sentence, 1000 * target_cost.seconds(1, 0), 1000 * model.cost.seconds(1, 0))
+            costs = 1000 * target_cost.seconds(1, 0), 1000 * model.cost.seconds(1, 0), draft_model.block_length
+            sentence = (
+                "specserve: a pass of one token takes %.1f ms on the target, %.1f on the draft (which drafts up to %d)"
+            )
+            logger.info(sentence, *costs)
+    block_length = draft_model.block_length if draft_model else 1
     drafters = Drafters(
-        Controller(
-            target_cost,
-            model.cost if model else None,
-            block_length=draft_model.block_length if draft_model and model else 1,
-        ),
+        Controller(target_cost, model.cost if model else None, block_length=block_length),
         PredictionProposer(),
         GrammarProposer(),
         LookupProposer(pools),

@@ -131,15 +131,14 @@ class LlamaModel:
         return token if token >= 0 and llama_cpp.llama_vocab_is_control(self._vocab, token) else None
 
     @property
-    def mask_token(self) -> int | None:
-        """The token that a draft model reads in place of one not drafted yet; None if its file names none."""
-        token = self._metadata("tokenizer.ggml.mask_token_id")
-        return int(token) if token else None
+    def mask_token(self) -> int:
+        """The token that a draft model reads in place of one not drafted yet; -1 if its file names none."""
+        return int(self._metadata("tokenizer.ggml.mask_token_id") or -1)
 
     @property
     def block_length(self) -> int:
         """How many tokens a draft model drafts at most in one pass."""
-        return int(self._metadata("specserve.block_length") or _BLOCK_LENGTH) if self.mask_token is not None else 1
+        return 1 if self.mask_token < 0 else int(self._metadata("specserve.block_length") or _BLOCK_LENGTH)
 
     @property
     def cell_values(self) -> int:

@@ -38,7 +38,7 @@ class DraftModel:
         max_rows: int,
         vocabulary: int,
         context_length: int,
-        mask_token: int | None = None,
+        mask_token: int = -1,  # none
     ) -> None:
         self.cache = cache
         self.cost = cost
@@ -96,12 +96,10 @@ class DraftModel:
                     for position, token in enumerate(unread, first)
                 ]
                 if unread and first + len(unread) == step.length:
-                    complete[index] = 1
-                    if self._mask_token is not None:
-                        room = self._context_length - (step.length - self.cache.start(slot))
-                        places = range(step.length, step.length + min(mask_tokens, step.rows_left - 1, room))
-                        rows += [Row(self._mask_token, slot, position, wants_logits=True) for position in places]
-                        complete[index] += len(places)
+                    room = self._context_length - (step.length - self.cache.start(slot))
+                    masks = max(0, min(mask_tokens, step.rows_left - 1, room))
+                    rows += [Row(self._mask_token, slot, step.length + n, wants_logits=True) for n in range(masks)]
+                    complete[index] = 1 + masks
             by_slot = Counter(row.slot for row in rows)
             kv_tokens = sum(n * self.cache.kv_len([slot]) for slot, n in by_slot.items())
             self._last = len(rows), kv_tokens // max(1, len(rows))
@@ -150,7 +148,7 @@ class DraftModel:
 
         A mask is no token that could follow.
         """
-        if self._mask_token is not None:
+        if self._mask_token >= 0:
             logits[self._mask_token] = -np.inf
         missing = self._vocabulary - logits.size
         return np.pad(logits, (0, missing), constant_values=-np.inf) if missing > 0 else logits[: self._vocabulary]

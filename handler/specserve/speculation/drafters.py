@@ -85,10 +85,7 @@ class Drafters:
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
     def _draft_proposal(self, step: SequenceStep, prices: Prices, behind_masks: abc.Sequence[float] = ()) -> None:
-        """Draft what the first proposer has that is worth verifying.
-
-        Unless the tokens that the model has drafted behind masks are, which are accepted with these probabilities.
-        """
+        """Draft what a proposer has that gains more than what is left behind masks, of these acceptance probabilities."""
         sequence = step.sequence
         if not self._may_go_on(step):
             return
@@ -155,8 +152,7 @@ class Drafters:
     def _draft_block(self, logits: list[FloatArray], step: SequenceStep, prices: Prices) -> None:
         """Draft from the model's logits of the next tokens: the first, and those behind masks that are worth a row.
 
-        How many that are is decided by their confidences, before any is sampled. A proposal may take the place of the
-        rest.
+        Their confidences decide how many, before any is sampled. A proposal may take the place of the rest.
         """
         if not logits or not self._sample(logits[0], step, prices):
             step.model_ended = True

@@ -85,7 +85,7 @@ class Drafters:
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
     def _draft_proposal(self, step: SequenceStep, prices: Prices, behind_masks: abc.Sequence[float] = ()) -> None:
-        """Draft what a proposer has that gains more than what is left behind masks, of these acceptance probabilities."""
+        """Draft what a proposer has that gains more than what is left behind masks, of this acceptance."""
         sequence = step.sequence
         if not self._may_go_on(step):
             return

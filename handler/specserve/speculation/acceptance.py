@@ -27,7 +27,7 @@ _EDGES = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0)
 PRIORS = {
     "model": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
     # The model's tokens behind masks.
-    "masked": (0.11, 0.3, 0.47, 0.7, 0.88, 0.95, 0.975, 0.99, 0.995),
+    "masked": (0.12, 0.24, 0.41, 0.63, 0.82, 0.91, 0.93, 0.98, 0.99),
     # No drafter: the probability that the model's token is accepted, by the target's confidence there.
     "target": (0.05, 0.2, 0.46, 0.68, 0.83, 0.9, 0.95, 0.98, 0.99),
     # By its share of the probability that the draft and the alternatives before it leave.

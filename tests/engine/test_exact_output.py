@@ -98,7 +98,13 @@ CASES = {
     ),
     "a block and alternatives": Case({"2 behind masks", "3 + adopted"}, min_p=0.4, block_length=3),
     "a block and an end token": Case(
-        {"1 behind masks", "3 drafts"}, ([0, 2],), length=5, min_p=0.4, vocabulary=WITH_END, block_length=2
+        {"2 behind masks", "3 drafts"},
+        ([0, 2],),
+        length=5,
+        mode="fixed",
+        min_p=0.3,
+        vocabulary=WITH_END,
+        block_length=3,
     ),
     "a block and a grammar": Case(
         {"2 behind masks", "4 drafts"}, ([0, 2],), min_p=0.3, vocabulary=NoEndToken(5), masks=99, block_length=2

@@ -13,6 +13,7 @@ import random
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -36,7 +37,7 @@ _PIECE, _CONTEXT, _PIECES = 350, 16, 0.3
 
 
 class Prompts:
-    """Endless prompts, of which none comes twice in one file."""
+    """Endless prompts, other ones for another seed; few come twice."""
 
     def __init__(self, seed: int) -> None:
         document = yaml.safe_load((PROMPTS / "training.yaml").read_text(encoding="utf-8"))
@@ -112,13 +113,17 @@ def main() -> None:
                 done.result()
 
 
-def piece(model: LlamaModel, generator: random.Random) -> dict[str, list[Any]]:
-    """A line of text from the standard library or a package's description."""
+@cache
+def _sources() -> list[Path]:
     paths = sysconfig.get_paths()
-    sources = [*Path(paths["stdlib"]).glob("*.py"), *Path(paths["purelib"]).glob("*.dist-info/METADATA")]
+    return sorted([*Path(paths["stdlib"]).glob("*.py"), *Path(paths["purelib"]).glob("*.dist-info/METADATA")])
+
+
+def piece(model: LlamaModel, generator: random.Random) -> dict[str, list[Any]]:
+    """The file's line of a piece of text from the standard library or a package's description."""
     tokens: list[int] = []
     while len(tokens) < _PIECE // 2:
-        content = generator.choice(sorted(sources)).read_text(encoding="utf-8", errors="replace")
+        content = generator.choice(_sources()).read_text(encoding="utf-8", errors="replace")
         start = content.find("\n", generator.randrange(len(content) + 1)) + 1
         tokens = model.encode(content[start : start + 4 * _PIECE], begin=False)[:_PIECE]
     answer = tokens[_CONTEXT:]

@@ -244,10 +244,8 @@ def train(draft: Draft, texts: list[Text], options: argparse.Namespace) -> None:
             last_saved = time.monotonic()
 
 
-def write(draft: Draft, reader: gguf.GGUFReader, path: Path) -> None:
-    """Merge what was trained into the weights; the mask gets the last token that is unused."""
-    kinds = reader.fields["tokenizer.ggml.token_type"].contents()
-    mask_token = max(token for token, kind in enumerate(kinds) if kind == gguf.TokenType.UNUSED)
+def write(draft: Draft, reader: gguf.GGUFReader, mask_token: int, path: Path) -> None:
+    """Merge what was trained into the weights."""
     writer = gguf.GGUFWriter(path, "qwen2")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in {"general.architecture", "general.file_type"}:
@@ -289,9 +287,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     reader = gguf.GGUFReader(options.source)
+    kinds = reader.fields["tokenizer.ggml.token_type"].contents()
+    unused = [token for token, kind in enumerate(kinds) if kind == gguf.TokenType.UNUSED]
+    if not unused:
+        raise SystemExit(f"{options.source} has no unused token that could be the mask.")
     draft = Draft(reader, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     train(draft, read_texts(options.texts), options)
-    write(draft, reader, options.out)
+    write(draft, reader, unused[-1], options.out)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class LlamaModel:
 
     @property
     def mask_token(self) -> int:
-        """The token that a draft model reads in place of one not drafted yet; -1 if its file names none."""
+        """The token that a draft model reads in place of a draft; -1 if its file names none."""
         return int(self._metadata("tokenizer.ggml.mask_token_id") or -1)
 
     @property

@@ -1,8 +1,8 @@
 """The draft model: its KV cache of each sequence, and its logits of the next tokens.
 
-A model that was trained for it drafts a whole block in one pass (PARD, arXiv 2504.18583): behind the tokens that it has
-not read, it reads mask tokens in place of those that it has not drafted. The logits at each are of the token after it.
-They leave the cache after the pass.
+A model that was trained for it drafts a whole block in one pass (PARD, arXiv 2504.18583): after the tokens that it has
+not read yet, it reads mask tokens, which stand for the drafts. The logits at each are of the token after it. They leave
+the cache after the pass.
 """
 
 from collections import Counter

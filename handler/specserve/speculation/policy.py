@@ -7,8 +7,8 @@ passes of the target and of the draft model, and v the tokens that a second yiel
 
 tokens (Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with measured costs; block verification accepts more). The
 largest gain over all n is sought, whatever shape the costs have; the draft model then drafts one token, and the
-question is asked again. A draft model that drafts behind mask tokens (draft_model.py) gives all n for one D, with more
-rows, but less likely ones: alpha_1, then beta for each token behind a mask. The pass that gains more is chosen.
+question is asked again. A draft model that reads mask tokens (draft_model.py) drafts all n for one D, of more rows, but
+behind a mask a token is accepted with a lower probability, beta. The pass that gains more is chosen.
 
 An example: alpha is .8 for every token, a pass of the target takes 40 ms and 3 ms more for each further row, one of the
 draft model 12 ms. At first a second is worth what plain decoding yields, a token in 40 ms: a draft costs 15 ms, or .375

@@ -34,7 +34,7 @@ class Draft(NamedTuple):
     confidence: float
     acceptance: float = 1.0  # the estimated probability that it is accepted if all drafts before it are
     alternatives: tuple[Alternative, ...] = ()  # to it, which the target may read or not
-    behind_mask: bool = False  # whether the draft model read a mask token where it should have read the draft before it
+    behind_mask: bool = False  # whether the draft model read a mask token in place of the draft before it
 
     @property
     def calibration(self) -> str:

@@ -32,7 +32,7 @@ def rows_read(model: DraftModel, *steps: SequenceStep, is_shared: bool = False) 
     """How many tokens of each a pass reads."""
     assert isinstance(model.cache.engine, FakeEngine)
     model.cache.engine.decoded.clear()
-    model.read([*steps], is_shared=is_shared)
+    model.read(steps, [0] * len(steps), is_shared=is_shared)
     slots = [row.slot for row in model.cache.engine.decoded]
     return [slots.count(step.sequence.slot) for step in steps]
 
@@ -63,7 +63,7 @@ def test_masks_follow_the_tokens_and_leave_the_cache() -> None:
     model, steps = model_and_steps(3, 20, mask_token=MASK)
     engine = model.cache.engine
     assert isinstance(engine, FakeEngine)
-    logits = model.read(steps, mask_tokens=2)
+    logits = model.read(steps, [2, 2])
     assert [row[1:] for row in engine.decoded[:5]] == [(0, n, n >= 2, False) for n in range(5)]
     assert [row.token for row in engine.decoded[:5]] == [1, 1, 1, MASK, MASK]
     assert list(logits) == [0], "more of the second sequence is left to read"
@@ -76,21 +76,19 @@ def test_masks_follow_the_tokens_and_leave_the_cache() -> None:
 def test_no_more_masks_are_read_than_the_step_the_pass_and_the_slot_have_room_for() -> None:
     model, steps = model_and_steps(3, 3, mask_token=MASK, context_length=10)
     steps[0].max_drafts = 2
-    assert {index: len(rows) for index, rows in model.read(steps, mask_tokens=9).items()} == {0: 2, 1: 5}
+    assert {index: len(rows) for index, rows in model.read(steps, [9, 9]).items()} == {0: 2, 1: 5}
     model, [step] = model_and_steps(4, mask_token=MASK, context_length=8)
     step.max_drafts = 9
-    assert len(model.read([step], mask_tokens=9)[0]) == 1 + 8 - 4
+    assert len(model.read([step], [9])[0]) == 1 + 8 - 4
     model, steps = model_and_steps(3, 3, mask_token=MASK)
     model.cache.engine.max_logits = 7
-    assert {len(rows) for rows in model.read(steps, mask_tokens=9).values()} == {3}
+    assert {len(rows) for rows in model.read(steps, [9, 9]).values()} == {3}
 
 
 def test_the_mask_is_never_drafted() -> None:
     """Its logit is the largest of a draft model with as wide a vocabulary as the target."""
     model, [step] = model_and_steps(3, mask_token=2)
-    assert all(
-        row[2] == -np.inf and np.isfinite(np.delete(row, 2)).all() for row in model.read([step], mask_tokens=2)[0]
-    )
+    assert all(row[2] == -np.inf and np.isfinite(np.delete(row, 2)).all() for row in model.read([step], [2])[0])
 
 
 def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slot_is_full() -> None:
@@ -116,7 +114,7 @@ def test_of_a_long_sequence_the_model_reads_the_last_tokens() -> None:
 def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     """What the model has read before stays of use to it."""
     model, [step] = model_and_steps(500, max_rows=64)
-    model.read([step])
+    model.read([step], [0])
     for token in range(60):
         step.drafts.append(Draft(token, None, "lookup", 0.9))
     assert model.draft_prefill(step) == 60

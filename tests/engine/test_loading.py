@@ -55,9 +55,9 @@ def test_a_draft_model_whose_file_names_a_mask_token_drafts_blocks(
     assert model is not None
     read = model.read
 
-    def reading(*arguments: Any, **options: Any) -> Any:
-        masks.append(options["mask_tokens"])
-        return read(*arguments, **options)
+    def reading(steps: Any, mask_tokens: Any, **options: Any) -> Any:
+        masks.extend(mask_tokens)
+        return read(steps, mask_tokens, **options)
 
     monkeypatch.setattr(model, "read", reading)
     plain, drafted = (

@@ -80,8 +80,8 @@ def test_the_best_choice_of_sequences_is_found(
         for in_one_pass in (False, True)
         for gamma in range(1, 1 + (min(most, prices.block_length) if in_one_pass else most))
     )
-    chosen, gain, masks = choose_for_model(candidates, replace(prices, rows=len(candidates)))
-    assert masks < prices.block_length
+    chosen, gain = choose_for_model(candidates, replace(prices, rows=len(candidates)))
+    assert all(masks < min(most, prices.block_length) for masks in chosen.values())
     assert gain == pytest.approx(max(0.0, best), abs=1e-9)
     assert bool(chosen) == (best > 0) or abs(best) < 1e-9
 
@@ -89,22 +89,23 @@ def test_the_best_choice_of_sequences_is_found(
 def test_a_draft_prefill_that_cannot_pay_keeps_no_other_sequence_from_drafting() -> None:
     prices = Prices(lambda rows: 2 + 0.06 * rows, lambda rows: 0.26 + 0.016 * rows if rows else 0.0, rows=2)
     short_answer, long_answer = Candidate(1.0, 0.65, MAX_DRAFTS, 2.7), Candidate(1.0, 0.64, MAX_DRAFTS, 0.1)
-    assert choose_for_model([short_answer, long_answer], prices)[0] == [1]
-    assert choose_for_model([short_answer], prices)[0] == []
+    assert choose_for_model([short_answer, long_answer], prices)[0] == {1: 0}
+    assert choose_for_model([short_answer], prices)[0] == {}
     full = Candidate(1.0, 0.99, 0)
-    assert choose_for_model([full, long_answer], prices)[0] == [1]
+    assert choose_for_model([full, long_answer], prices)[0] == {1: 0}
 
 
 def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() -> None:
     """A pass of the draft model costs a token whatever it reads; alone, no draft is worth that."""
     prices = Prices(lambda rows: 1.0 + 0.1 * rows, lambda rows: float(rows > 0), rows=2)
     weighed, certain = Candidate(1.0, 0.6, 1), Candidate(1.0, 0.1, 4, is_certain=True)
-    assert choose_for_model([weighed], prices)[0] == []
-    assert choose_for_model([weighed, certain], prices)[0] == [1, 0]
-    assert choose_for_model([certain], prices) == ([0], 0.0, 0)
-    assert choose_for_model([certain], replace(prices, block_length=3)).mask_tokens == 2, "as many as a pass can draft"
+    assert choose_for_model([weighed], prices)[0] == {}
+    assert choose_for_model([weighed, certain], prices)[0] == {1: 0, 0: 0}
+    assert choose_for_model([certain], prices) == ({0: 0}, 0.0)
+    blocks = replace(prices, block_length=3)
+    assert choose_for_model([weighed, certain], blocks)[0] == {1: 2, 0: 0}, "each as many masks as it has room for"
     full_beside_certain = Prices(lambda rows: 9.0 * (rows > 3), lambda _rows: 0.0, rows=2)
-    assert choose_for_model([weighed, certain], full_beside_certain)[0] == [1]
+    assert choose_for_model([weighed, certain], full_beside_certain)[0] == {1: 0}
 
 
 def test_several_tokens_are_drafted_in_one_pass_where_their_passes_cost_more_than_they_are_likelier() -> None:
@@ -112,8 +113,8 @@ def test_several_tokens_are_drafted_in_one_pass_where_their_passes_cost_more_tha
     candidate = Candidate(1.0, 0.9, 4, masked_acceptance=0.6)
     for cost, masks in ((0.2, 0), (0.4, 3), (3.0, 0)):
         prices = prices_of([0.0] * 50, [cost] * 50, block_length=4)
-        chosen, gain, found = choose_for_model([candidate], prices)
-        assert (chosen, found) == ([0] if gain else [], masks)
+        chosen, gain = choose_for_model([candidate], prices)
+        assert chosen == ({0: masks} if gain else {})
 
 
 def proposal_length(

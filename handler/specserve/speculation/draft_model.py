@@ -5,7 +5,7 @@ not read yet, it reads mask tokens, which stand for the drafts. The logits at ea
 the cache after the pass.
 """
 
-from collections import Counter
+from collections import Counter, abc
 from itertools import islice
 
 import numpy as np
@@ -62,13 +62,13 @@ class DraftModel:
         return max(step.tokens_from(max(0, step.length - self._window)), default=0) < self.cache.engine.width
 
     def read(
-        self, steps: list[SequenceStep], *, mask_tokens: int = 0, is_shared: bool = False
+        self, steps: abc.Sequence[SequenceStep], mask_tokens: abc.Sequence[int], *, is_shared: bool = False
     ) -> dict[int, list[FloatArray]]:
         """Read what is missing of the sequences of these steps, drafts included, in one pass: the shortest first.
 
-        At most so many mask tokens follow each sequence, as far as its step and its slot have room. Each step gets its
-        share of the seconds that the cost table gives for the pass. One that others wait for (`is_shared`) reads at
-        most 16 tokens beside them.
+        At most its number of mask tokens follows each sequence, as far as its step, its slot and the pass have room.
+        Each step gets its share of the seconds that the cost table gives for the pass. One that others wait for
+        (`is_shared`) reads at most 16 tokens beside them.
 
         Returns:
             The logits after the last token and after each mask, shape (vocabulary of the target,), by index of the
@@ -81,7 +81,7 @@ class DraftModel:
         rows: list[Row] = []
         # By index of the step, its rows with logits.
         complete: dict[int, int] = {}
-        mask_tokens = min(mask_tokens, self.cache.engine.max_logits // len(steps) - 1)
+        most_masks = self.cache.engine.max_logits // len(steps) - 1
         try:
             for index in sorted(range(len(steps)), key=lambda index: self.draft_prefill(steps[index])):
                 if max_rows <= 0:
@@ -97,7 +97,7 @@ class DraftModel:
                 ]
                 if unread and first + len(unread) == step.length:
                     room = self._context_length - (step.length - self.cache.start(slot))
-                    masks = max(0, min(mask_tokens, step.rows_left - 1, room))
+                    masks = max(0, min(mask_tokens[index], most_masks, step.rows_left - 1, room))
                     rows += [Row(self._mask_token, slot, step.length + n, wants_logits=True) for n in range(masks)]
                     complete[index] = 1 + masks
             by_slot = Counter(row.slot for row in rows)

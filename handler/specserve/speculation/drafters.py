@@ -75,9 +75,9 @@ class Drafters:
         for step in drafting:
             with step.contained():
                 self._draft_proposal(step, prices)
-        while self.model and (chosen := self._chosen_for_model(drafting, prices))[0]:
+        while self.model and (chosen := self._chosen_for_model(drafting, prices)):
             try:
-                self._draft_by_model(self.model, *chosen, prices, is_shared=len(decoding) > 1)
+                self._draft_by_model(self.model, chosen, prices, is_shared=len(decoding) > 1)
             except DraftError as error:
                 logger.error("specserve: %s Decoding goes on without it.", error)
                 self.model = None
@@ -120,12 +120,12 @@ class Drafters:
         """Whether one more token can be drafted, the mask at its position known."""
         return step.rows_left > 0 and step.compute_mask() and not step.is_over(self._end_tokens)
 
-    def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> tuple[list[SequenceStep], int]:
-        """The steps that the model's next pass drafts for, and the number of mask tokens behind each."""
+    def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[tuple[SequenceStep, int]]:
+        """The steps that the model's next pass drafts for, each with its number of mask tokens."""
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
         candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen, _, mask_tokens = choose_for_model([candidate for _, candidate in candidates], prices)
-        return [candidates[index][0] for index in chosen], mask_tokens
+        chosen = choose_for_model([candidate for _, candidate in candidates], prices).mask_tokens
+        return [(candidates[index][0], masks) for index, masks in chosen.items()]
 
     def _candidate(self, step: SequenceStep, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
@@ -136,11 +136,12 @@ class Drafters:
         return self.controller.candidate(step, self.model.draft_prefill(step), prices)
 
     def _draft_by_model(
-        self, model: DraftModel, steps: list[SequenceStep], mask_tokens: int, prices: Prices, *, is_shared: bool
+        self, model: DraftModel, chosen: list[tuple[SequenceStep, int]], prices: Prices, *, is_shared: bool
     ) -> None:
-        """Draft for each of these steps in one pass of the model, and what proposers add; DraftError if it fails."""
+        """Draft for these steps in one pass of the model, and what proposers add; DraftError if it fails."""
         began = self._clock()
-        logits = model.read(steps, mask_tokens=mask_tokens, is_shared=is_shared)
+        steps, mask_tokens = zip(*chosen, strict=True)
+        logits = model.read(steps, mask_tokens, is_shared=is_shared)
         read = self._clock()
         for index, step in enumerate(steps):
             with step.contained():

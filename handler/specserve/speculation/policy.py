@@ -80,9 +80,8 @@ class Candidate(NamedTuple):
 class ModelPass(NamedTuple):
     """The draft model's next pass."""
 
-    chosen: list[int]  # indices of the sequences that it drafts for
+    mask_tokens: dict[int, int]  # of the sequences that it drafts for, by their index
     gain: float = 0.0  # in tokens, of those that are not certain; 0.0 where nothing pays
-    mask_tokens: int = 0  # for each of them
 
 
 def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int, float]:
@@ -107,21 +106,22 @@ def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> Mod
     in any case, and the others are weighed by what they add to that pass.
     """
     able = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
-    certain = [index for index in able if candidates[index].is_certain]
+    certain = {i: min(candidates[i].limit, prices.block_length) - 1 for i in able if candidates[i].is_certain}
     weighed = [index for index in able if not candidates[index].is_certain]
     weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
     beside = replace(prices, rows=prices.rows + len(certain))
-    most = max((candidates[index].limit for index in certain), default=1)
-    best = ModelPass([], mask_tokens=min(most, prices.block_length) - 1)
+    rows_beside = len(certain) + sum(certain.values())
+    best = ModelPass(certain)
     for k in range(1, len(weighed) + 1):
         first_k = [candidates[index] for index in weighed[:k]]
         longest = max(candidate.limit for candidate in first_k)
         for in_one_pass in (False, True)[: 1 + (prices.block_length > 1)]:
             length = min(longest, prices.block_length) if in_one_pass else longest
-            n, gain = _best_length(first_k, length, beside, len(certain), in_one_pass=in_one_pass)
+            n, gain = _best_length(first_k, length, beside, rows_beside, in_one_pass=in_one_pass)
             if gain > best.gain:
-                best = ModelPass(weighed[:k], gain, n - 1 if in_one_pass else 0)
-    return best._replace(chosen=[*certain, *sorted(best.chosen)])
+                masks = {i: min(n, candidates[i].limit) - 1 if in_one_pass else 0 for i in weighed[:k]}
+                best = ModelPass(certain | masks, gain)
+    return best
 
 
 def _best_length(

@@ -28,7 +28,6 @@ from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_t
 from peer_engines import PEERS
 from perplexity import forms_of_the_target, read_text, use_all_formats
 from roof import Roof, measure_roof
-from specserve.cli.models import fetch, requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.engine import base, kernels
@@ -36,6 +35,7 @@ from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
+from specserve.weights.models import fetch, requantise
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.

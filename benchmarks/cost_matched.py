@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
 
 from perplexity import forms_of_the_target
-from specserve.cli.paths import models_directory
+from specserve.weights.files import models_directory
 
 # Blocks of the 1.5B, and those that bring the weights that a pass reads from 869 to 1,738 MB. Qwen2.5 3B in Q4_0 has
 # 1,737 MB: 36 blocks of 2,048 by 11,008, 16 heads, 2 for keys and values, and 151,936 tokens.

@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.console import Console
 
 from servers import Endpoint, start_peer
-from specserve.cli import files
 from specserve.cli.archive import prepared_handler
 from specserve.cli.paths import PROJECT
 from specserve.config import cache_directory
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
+from specserve.weights import files
 
 PEERS = cache_directory() / "peers"
 LOCK = PROJECT / "scripts" / "locks" / "peer.txt"

@@ -18,7 +18,6 @@ import numpy as np
 
 from common import Row as ResultRow
 from common import argument_parser, print_result, print_table
-from specserve.cli.models import fetch, requantise
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import CacheType, load_yaml
 from specserve.engine import kernels
@@ -26,6 +25,7 @@ from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.machine import usable_cores
+from specserve.weights.models import fetch, requantise
 
 TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")

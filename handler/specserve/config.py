@@ -38,10 +38,11 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    path: Path | None = None  # always set in an archive
+    path: Path | None = None  # always set in an archive, where a name without a directory is looked up
     hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+/[^/]+$")
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     requantise: Literal["q4_0"] | None = None
+    source: ModelConfig | None = None  # in an archive: where the file can be fetched, if it can
 
     @model_validator(mode="after")
     def _has_a_place(self) -> ModelConfig:
@@ -71,6 +72,8 @@ class HandlerConfig(_Section):
     model_id: str = Field(min_length=1)
     target: ModelConfig
     draft: ModelConfig | None = None
+    models_directory: Path | None = None
+    fetch_models: bool = False
     sequences: int = Field(default=8, ge=1, le=64)
     context_length: int = Field(default=32768, ge=64)
     cache_type: CacheType = "f16"

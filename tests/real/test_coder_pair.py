@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from server import Server, running, worker
-from specserve.cli.models import prepare
 from specserve.cli.paths import DEFAULT_CONFIG
+from specserve.weights.models import prepare
 
 pytestmark = pytest.mark.real
 

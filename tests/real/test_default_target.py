@@ -6,11 +6,11 @@ import pytest
 from batch_invariance import largest_difference
 from kernel_products import SUPPORTED_VARIANTS
 from perplexity import FAMILIES, score
-from specserve.cli.models import prepare
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.weights.models import prepare
 
 pytestmark = pytest.mark.real
 

@@ -1,9 +1,10 @@
-"""An operator's own TorchServe: the archive alone, in an environment that does not have this project installed."""
+"""An operator's own TorchServe: the archive and the models, in an environment that does not have this project."""
 
 import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, openai_client,
 from specserve.cli import __main__ as specserve
 from specserve.cli import paths
 from specserve.cli.torchserve_process import java_home
+from specserve.weights.models import prepare
 from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
@@ -97,6 +99,11 @@ def operator(store: Path, foreign_python: Path, tmp_path_factory: pytest.TempPat
     # As the operator's guide says, so that another TorchServe may run.
     (directory / "tmp").mkdir(mode=0o700)
     own = {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp"), "JAVA_HOME": java_home()}
+    # The models are in another directory than where the archives were built.
+    (directory / "models").mkdir()
+    for path in prepare(tiny()).values():
+        shutil.copy(path, directory / "models")
+    own |= {"SPECSERVE_MODELS": str(directory / "models"), "SPECSERVE_CACHE": str(directory / "cache")}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
     options = ["--start", "--ncs", "--foreground", "--models", "qwen=qwen-1.0.mar", "--ts-config", "config.properties"]
     command: list[str | Path] = [foreign_python, "-m", "ts.model_server", *options, "--model-store", store]

@@ -11,6 +11,7 @@ import yaml
 from specserve.cli.archive import pack, prepared_document, prepared_handler
 from specserve.engine import kernel_library
 from specserve.errors import ConfigError
+from specserve.weights import files
 
 DOCUMENT = {"minWorkers": 1, "handler": {"model_id": "m"}}
 
@@ -27,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_archives_yaml_has_absolute_paths_and_checksums(config: Path) -> None:
+def test_the_archives_yaml_has_absolute_paths_of_the_operators_files_and_checksums(config: Path) -> None:
     here = config.parent
     expected = yaml.safe_load(config.read_text())
     corpus = [str(here / "docs.txt"), "/srv/docs.txt", str(Path("~/docs.txt").expanduser())]
@@ -36,6 +37,18 @@ def test_the_archives_yaml_has_absolute_paths_and_checksums(config: Path) -> Non
     expected["handler"] |= {"target": target, "trace": str(here / "traces"), "speculation": speculation}
     assert prepared_document(config) == expected
     assert prepared_handler(config).trace == here / "traces"
+
+
+def test_the_archives_yaml_names_what_the_models_directory_has_and_where_it_comes_from(config: Path) -> None:
+    document, weights = yaml.safe_load(config.read_text()), files.models_directory() / "weights.gguf"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"others")
+    source = {"hub": "someone/some-GGUF/weights.gguf", "sha256": hashlib.sha256(b"others").hexdigest()}
+    document["handler"]["target"] = source
+    config.write_text(yaml.safe_dump(document))
+    target = {"path": "weights.gguf", "sha256": source["sha256"], "source": source}
+    assert prepared_document(config)["handler"]["target"] == target
+    assert prepared_handler(config).target.path == weights
 
 
 def test_an_archive_holds_the_handler_the_package_and_the_yaml_and_is_replaced(tmp_path: Path) -> None:

@@ -22,10 +22,13 @@ ALLOWED = {
     "grammar": "errors sequence engine.base",
     "speculation": "errors sequence shares config private_file sampling engine.base engine.kv_cache",
     "observability": "errors config private_file sequence speculation.step",
-    "core": "errors sequence shares config machine observability.records engine grammar sampling speculation",
+    "weights": "errors config engine",
+    "core": (
+        "errors sequence shares config machine observability.records engine grammar sampling speculation weights.find"
+    ),
     "api": "errors sequence shares config observability engine grammar speculation core",
     "torchserve": "errors config observability speculation core api",
-    "cli": "errors sequence config machine engine speculation",
+    "cli": "errors sequence config machine engine speculation weights",
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = (

@@ -16,10 +16,10 @@ import gguf
 import huggingface_hub.constants
 import pytest
 
-from specserve.cli import files, mirrors, models
-from specserve.cli.models import fetch, prepare, requantise
 from specserve.config import ModelConfig
 from specserve.errors import EnvironmentFailure, ModelLoadError
+from specserve.weights import files, mirrors, models
+from specserve.weights.models import fetch, prepare, requantise
 from tiny_models import write_tiny
 
 WEIGHTS = bytes(range(256)) * 64

@@ -11,11 +11,12 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import yaml
 
-from specserve.cli import files, paths
-from specserve.cli.models import prepare
+from specserve.cli import paths
 from specserve.config import HandlerConfig, load_yaml, parse_handler
 from specserve.engine import kernel_library
 from specserve.errors import ConfigError
+from specserve.weights import files, models
+from specserve.weights.find import find
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # TorchServe's worker imports torch for one isinstance check; the archive comes first on its sys.path.
@@ -28,11 +29,16 @@ class Tensor:
 
 
 def prepared_document(config_file: Path) -> dict[str, Any]:
-    """Prepare the models, as `prepare`; returns the model YAML with the absolute paths of the files to load."""
+    """Prepare the models, as `prepare`; returns the model YAML of an archive.
+
+    Files of the models directory are named in it, and found by their names on another machine, too (weights/find.py).
+    """
     document, config = load_yaml(config_file)
     handler = dict(document["handler"])
-    for role, path in prepare(config_file).items():
-        handler[role] = {"path": str(path), "sha256": files.sha256(path)}
+    for role, path in models.prepare(config_file).items():
+        shown = path.name if path.parent == files.models_directory() else str(path)
+        source = {"source": handler[role]} if "hub" in handler[role] else {}
+        handler[role] = {"path": shown, "sha256": files.sha256(path), **source}
 
     def absolute(path: Path) -> str:
         # A worker's current directory is one of TorchServe's.
@@ -46,8 +52,14 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
 
 def prepared_handler(config_file: Path) -> HandlerConfig:
-    """Prepare the models, as `prepare`; returns the configuration of a worker."""
-    return parse_handler(prepared_document(config_file)["handler"], str(config_file))
+    """Prepare the models, as `prepare`; returns the configuration of a worker, with their absolute paths."""
+    config = parse_handler(prepared_document(config_file)["handler"], str(config_file))
+    found = {
+        role: model.model_copy(update={"path": find(model, config)})
+        for role, model in (("target", config.target), ("draft", config.draft))
+        if model
+    }
+    return config.model_copy(update=found)
 
 
 def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version: str = paths.VERSION) -> Path:

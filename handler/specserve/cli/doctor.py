@@ -16,8 +16,7 @@ import psutil
 from rich.console import Console
 
 import specserve
-from specserve.cli import files, torchserve_process
-from specserve.cli.models import prepare
+from specserve.cli import torchserve_process
 from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
@@ -25,6 +24,8 @@ from specserve.engine.llama_model import LlamaModel, build_description, check_sa
 from specserve.machine import usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.measure import measure
+from specserve.weights import files
+from specserve.weights.models import prepare
 
 # Tokens of a context, and rows of a pass.
 _CONTEXT_LENGTH, _MAX_ROWS = 512, 64

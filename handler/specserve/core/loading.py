@@ -28,6 +28,7 @@ from specserve.speculation.measure import measured_costs
 from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
 from specserve.speculation.policy import Controller
 from specserve.speculation.proposers import GrammarProposer
+from specserve.weights.find import find
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ def load_models(config: HandlerConfig) -> Models:
     # This thread runs all passes, and the first pass binds it to one core. The loading thread runs no pass; it starts
     # before the first pass, because it inherits this thread's cores.
     with ThreadPoolExecutor(1, "loading") as beside:
-        loading = beside.submit(_load, config.draft) if config.draft else None
-        target_model = _load(config.target)
+        loading = beside.submit(_load, config.draft, config) if config.draft else None
+        target_model = _load(config.target, config)
         if loading:
             with _or_no_draft():
                 draft_model = loading.result()
@@ -99,10 +100,8 @@ def load_models(config: HandlerConfig) -> Models:
     return Models(target_model, grammars, KVCache(target), drafters, placement, in_use, config, repeats, draft_model)
 
 
-def _load(model: ModelConfig) -> LlamaModel:
-    if model.path is None:
-        raise ModelLoadError(f"{model.hub}: the archive has no path of this file; build it with scripts/archive.")
-    return LlamaModel(model.path)
+def _load(model: ModelConfig, config: HandlerConfig) -> LlamaModel:
+    return LlamaModel(find(model, config))
 
 
 @contextmanager

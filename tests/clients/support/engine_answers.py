@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from specserve.cli.models import prepare
 from specserve.engine import kernels
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
+from specserve.weights.models import prepare
 
 
 def target(config: str) -> str:

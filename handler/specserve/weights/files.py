@@ -1,4 +1,4 @@
-"""Checksums of model files, which are remembered, and locks between processes."""
+"""The directory of model files, their checksums, which are remembered, and locks between processes."""
 
 import contextlib
 import hashlib
@@ -7,21 +7,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from specserve.config import cache_directory
 
-from specserve.cli import paths
+
+def models_directory() -> Path:
+    """Return the directory that model files are looked up in and written to: $SPECSERVE_MODELS, or the cache's."""
+    directory = os.environ.get("SPECSERVE_MODELS")
+    return (Path(directory).expanduser() if directory else cache_directory() / "models").resolve()
 
 
 def sha256(path: Path) -> str:
     """Return a file's checksum, which is remembered by its path, size and modification time."""
-    stat, memory = path.stat(), paths.models_directory() / ".sha256.json"
+    stat, memory = path.stat(), cache_directory() / "sha256.json"
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     known = read_json(memory)
     if key not in known:
         with path.open("rb") as file:
             known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        # The models directory may be another user's.
+        # The cache may be another user's.
         with contextlib.suppress(OSError):
+            memory.parent.mkdir(parents=True, exist_ok=True)
             write_json(memory, known)
     return str(known[key])
 
@@ -44,6 +49,9 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def locked(path: Path, waiting_for: str) -> contextlib.AbstractContextManager[object]:
     """Lock a file against other processes, until the end of `with`; print `waiting_for` if another has locked it."""
+    # A worker that finds its files needs no such library.
+    from filelock import FileLock, Timeout  # noqa: PLC0415
+
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -1,0 +1,1 @@
+"""Model files: where they are found, and where they come from."""

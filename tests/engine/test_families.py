@@ -217,7 +217,7 @@ def test_a_draft_that_cannot_be_read_or_has_no_memory_is_logged_and_serving_goes
         return LlamaEngine(model, **options)
 
     monkeypatch.setattr(loading, "LlamaEngine", without_memory)
-    for draft, reason in ((cut, "is it complete"), (path, "there is no memory for it.")):
+    for draft, reason in ((cut, "if it is incomplete, fetch it again"), (path, "there is no memory for it.")):
         caplog.clear()
         alone = Pair(whole.model_copy(update={"draft": ModelConfig(path=draft)}))
         assert alone.models.drafters.model is None

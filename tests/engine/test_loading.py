@@ -73,5 +73,5 @@ def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files:
     config = files.config("llama")
     missing = ModelConfig(path=tmp_path / "missing.gguf")
     for draft in (config.draft, missing, None):
-        with pytest.raises(ModelLoadError, match=r"missing\.gguf: the model file cannot be read"):
+        with pytest.raises(ModelLoadError, match=r"missing\.gguf: there is no such model file in"):
             Pair(config.model_copy(update={"target": missing, "draft": draft}))

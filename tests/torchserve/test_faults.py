@@ -88,4 +88,7 @@ def test_a_failed_draft_pass_changes_no_stream_and_is_reported(faulty: Server, f
     assert [("".join(pieces), error) for pieces, error in results] == [(before, None)] * 3
     assert not faulty.get("/v1/speculation").json()["draft_model_up"]
     until(lambda: "Decoding goes on without it" in faulty.log(), "a sentence in the log")
+    [line] = [line for line in faulty.log().splitlines() if "Decoding goes on without it" in line]
+    assert "[ERROR]" in line
+    assert "ERROR specserve: The draft model failed" in line
     until(lambda: faulty.metric("draft_model_up") == 0, "the metric")

@@ -11,7 +11,7 @@ import pytest
 from specserve.config import HandlerConfig, parse_handler
 from specserve.core import loading
 from specserve.core.loading import open_store
-from specserve.core.pool import fitted
+from specserve.core.pool import check_weights, fitted, loaded_bytes
 from specserve.errors import ModelLoadError
 
 GIB = 2**30
@@ -87,10 +87,36 @@ def test_in_8_bits_more_tokens_fit() -> None:
     assert 1.7 * in_16_bits < in_8_bits < 1.9 * in_16_bits
 
 
-def test_prefixes_may_fill_a_quarter_of_what_is_free_or_as_much_as_configured(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_do_not_fit_into_memory_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    files = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
+    for file in files:
+        file.write_bytes(bytes(2**20))
+    enough = 402 * 2**20
+    check_weights(files, enough)
+    sentence = (
+        r"target.gguf and draft.gguf: no memory: the weights take 2 MiB and the rest of the worker 400 MiB, but 402"
+    )
+    with pytest.raises(ModelLoadError, match=sentence):
+        check_weights(files, enough - 1)
+
+
+def test_a_worker_takes_weights_kv_caches_and_a_rest(tmp_path: Path) -> None:
+    file = tmp_path / "target.gguf"
+    file.write_bytes(bytes(2**20))
+    model: Any = SimpleNamespace(path=file, cell_values=2**13)
+    cell = 2**13 * 33 // 16
+    taken = loaded_bytes(config(context_length=64, cache_tokens=256, sequences=2), model, model)
+    assert taken == (2 + 400) * 2**20 + (256 + 2 * 64) * cell
+
+
+def test_prefixes_may_fill_a_gibibyte_a_quarter_of_what_is_free_or_what_is_configured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cases: list[tuple[int, int | None, dict[str, int], str]] = [
         (400 << 20, 28672, {}, "100 MiB of host memory keep prefixes: 3657 tokens"),
         (400 << 20, 28672, {"prefix_cache_mib": 64}, "64 MiB of host memory"),
+        (8 << 30, 28672, {}, "1024 MiB of host memory"),
+        (8 << 30, 28672, {"prefix_cache_mib": 3000}, "3000 MiB of host memory"),
         (0, 28672, {}, ""),
         (400 << 20, 28672, {"prefix_cache_mib": 0}, ""),
         (400 << 20, None, {"prefix_cache_mib": 64}, ""),

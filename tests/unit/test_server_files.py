@@ -12,7 +12,7 @@ import pytest
 
 from specserve.cli import __main__ as specserve
 from specserve.cli import paths, server, torchserve_process
-from specserve.cli.server import client_example, load_failure, wait_until_ready
+from specserve.cli.server import client_example, load_failure, wait_until_ready, warnings
 from specserve.cli.torchserve_process import State, properties, require_stopped, running
 from specserve.errors import EnvironmentFailure, ModelLoadError
 
@@ -150,9 +150,22 @@ def test_why_a_model_cannot_be_loaded_is_read_from_the_workers_log() -> None:
         (["Backend worker process died.", "ImportError: no module"], f"{died}ImportError: no module"),
         (crash * 3, None),
         (crash * 4, f"{died}llama-vocab.cpp:2544: GGML_ASSERT(id != -1) failed"),
-        (["Torch worker started."] * 4, f"{died}it said nothing"),
+        (
+            ["Torch worker started."] * 4,
+            f"{died}it was killed, probably because memory ran out: give it more, or choose a smaller model",
+        ),
     ):
         assert load_failure(lines) == reason
+
+
+def test_what_the_worker_warns_of_is_told() -> None:
+    lines = [
+        "specserve: all is well",
+        "WARNING specserve: `threads: 9`",
+        "ERROR specserve: no draft.",
+        "WARNING: torch",
+    ]
+    assert warnings(lines) == ["`threads: 9`", "no draft."]
 
 
 def test_waiting_ends_with_the_workers_error_torchserves_end_or_the_timeout(state: State) -> None:

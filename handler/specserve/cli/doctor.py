@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 import specserve
@@ -21,7 +20,7 @@ from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
-from specserve.machine import usable_cores
+from specserve.machine import free_memory, usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.measure import measure
 from specserve.weights import files
@@ -80,7 +79,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
 def check_machine(threads: int, prepared: dict[str, Path]) -> Finding:
     """Compare the threads with the cores, and the weights with the free memory."""
     needed = sum(path.stat().st_size for path in prepared.values())
-    free, cores = psutil.virtual_memory().available, usable_cores().threads
+    free, cores = free_memory(), usable_cores().threads
     found = f"{cores} cores may be used, {threads} threads compute; {free / 1e6:,.0f} MB of memory are free"
     facts = {"cores": cores, "threads": threads, "available_bytes": free}
     advice = ""

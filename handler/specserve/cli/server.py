@@ -31,13 +31,17 @@ _FIRST_PROMPT = "def fibonacci(n):\n"
 
 # Written by specserve where loading fails for a known reason.
 _CANNOT_LOAD = "specserve cannot load: "
+# Written by specserve for what the operator should know.
+_WARNING = re.compile(r"(?:WARNING|ERROR) specserve: (.*)")
 # Written by TorchServe where a handler fails for another reason.
 _WORKER_DIED = "Backend worker process died"
 # Written by TorchServe at each start of a worker. One that is killed while it loads is restarted; after so many deaths
 # the model is given up.
 _WORKER_STARTED, _MAX_DEATHS = "Torch worker started.", 3
 # The last words of a process: an exception, or what llama.cpp or the system prints.
-_LAST_WORDS = re.compile(r"(\w+\.)*\w*(Error|Exception|Exit)\b.*|.*(ASSERT|terminate called|Killed).*")
+_LAST_WORDS = re.compile(
+    r"(\w+\.)*\w*(Error|Exception|Exit)\b.*|.*(ASSERT|terminate called|Fatal Python error|Killed).*"
+)
 
 
 def run(options: Namespace) -> int:
@@ -58,6 +62,8 @@ def run(options: Namespace) -> int:
     try:
         wait_until_ready(state, process, timeout_seconds)
         print(f"READY: {base_url(state)}\n\n{first_completion(state)}\n", flush=True)
+        for warning in warnings(worker_lines(state)):
+            print(f"Note: {warning}", flush=True)
         print(client_example(state, with_tokens=with_tokens), flush=True)
         return 0 if options.detach else _wait_for_end(state, process)
     except BaseException:
@@ -115,8 +121,7 @@ def wait_until_ready(state: State, process: subprocess.Popen[bytes], timeout_sec
     deadline = time.monotonic() + timeout_seconds
     with Console(stderr=True).status("starting TorchServe") as status:
         while not is_ready(state):
-            # TorchServe writes a time and the worker's name before each line.
-            lines = [line.rpartition("MODEL_LOG - ")[2] for line in _lines(state.model_log)]
+            lines = worker_lines(state)
             if failure := load_failure(lines):
                 raise ModelLoadError(f"{failure} (The worker's log: {state.model_log})")
             if process.poll() is not None:
@@ -130,6 +135,16 @@ def wait_until_ready(state: State, process: subprocess.Popen[bytes], timeout_sec
                 )
             status.update(f"loading the model: {lines[-1] if lines else ''}")
             time.sleep(_POLL_SECONDS)
+
+
+def worker_lines(state: State) -> list[str]:
+    """Return what the worker wrote, without the time and the name that TorchServe puts before each line."""
+    return [line.rpartition("MODEL_LOG - ")[2] for line in _lines(state.model_log)]
+
+
+def warnings(lines: list[str]) -> list[str]:
+    """Return the sentences of warnings and errors in a worker's log."""
+    return [match[1] for match in map(_WARNING.fullmatch, lines) if match]
 
 
 def _lines(path: Path) -> list[str]:
@@ -147,7 +162,8 @@ def load_failure(lines: list[str]) -> str | None:
             return line.partition(_CANNOT_LOAD)[2].strip()
     last_words = _last_words(lines)
     if lines.count(_WORKER_STARTED) > _MAX_DEATHS or (last_words and any(_WORKER_DIED in line for line in lines)):
-        return f"the worker died while it loaded the model: {last_words or 'it said nothing'}"
+        killed = "it was killed, probably because memory ran out: give it more, or choose a smaller model"
+        return f"the worker died while it loaded the model: {last_words or killed}"
     return None
 
 

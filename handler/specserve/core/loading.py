@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.config import HandlerConfig, ModelConfig
-from specserve.core.pool import DRAFT_LENGTH, fitted
+from specserve.config import HandlerConfig
+from specserve.core.pool import DRAFT_LENGTH, check_weights, fitted, loaded_bytes
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
@@ -41,9 +41,9 @@ _MAX_ALTERNATIVES = 8
 PREFILL_ROWS = 64
 # Tokens before the end of a sequence that the draft model reads when it joins one (benchmarks/decisions/tried.md).
 _DRAFT_WINDOW = 96
-# The share of the available memory that prefixes may fill by default: it leaves a quarter for each of two more workers
-# and another one for all else that the machine does.
-_PREFIX_SHARE = 0.25
+# The memory that prefixes may fill by default, in MiB, which holds a whole context of the default target; and the most
+# of what is free, which leaves a quarter for each of two more workers and another one for the rest of the machine.
+_PREFIX_MIB, _PREFIX_SHARE = 1024, 0.25
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Models:
     # on the drafts.
     repeats: str
     draft: LlamaModel | None = None
+    memory_bytes: int = 0  # that the worker takes at most, beside prefixes in host memory
 
 
 def load_models(config: HandlerConfig) -> Models:
@@ -71,14 +72,20 @@ def load_models(config: HandlerConfig) -> Models:
     """
     # This also starts llama.cpp, which has to be done before two models are loaded at a time.
     placement = _placement(config)
+    target_file, draft_file = find(config.target, config), None
+    check_weights([target_file], free_memory())
+    with _or_no_draft():
+        if config.draft:
+            draft_file = find(config.draft, config)
+            check_weights([target_file, draft_file], free_memory())
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     draft_model = None
     # This thread runs all passes, and the first pass binds it to one core. The loading thread runs no pass; it starts
     # before the first pass, because it inherits this thread's cores.
     with ThreadPoolExecutor(1, "loading") as beside:
-        loading = beside.submit(_load, config.draft, config) if config.draft else None
-        target_model = _load(config.target, config)
+        loading = beside.submit(LlamaModel, draft_file) if draft_file else None
+        target_model = LlamaModel(target_file)
         if loading:
             with _or_no_draft():
                 draft_model = loading.result()
@@ -97,11 +104,18 @@ def load_models(config: HandlerConfig) -> Models:
         )
     repeats = kernels.repeating(target.left_to_llama_cpp)
     logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
-    return Models(target_model, grammars, KVCache(target), drafters, placement, in_use, config, repeats, draft_model)
-
-
-def _load(model: ModelConfig, config: HandlerConfig) -> LlamaModel:
-    return LlamaModel(find(model, config))
+    return Models(
+        target_model,
+        grammars,
+        KVCache(target),
+        drafters,
+        placement,
+        in_use,
+        config,
+        repeats,
+        draft_model,
+        loaded_bytes(config, target_model, draft_model),
+    )
 
 
 @contextmanager
@@ -246,7 +260,7 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
     """Make the store of the target's prefixes; it keeps nothing without memory, or if the engine cannot save any."""
     token_bytes, mebibytes = models.target.engine.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
-        mebibytes = int(_PREFIX_SHARE * free_memory()) >> 20
+        mebibytes = min(_PREFIX_MIB, int(_PREFIX_SHARE * free_memory()) >> 20)
     if token_bytes is None or not mebibytes:
         return PrefixStore()
     max_bytes = mebibytes << 20

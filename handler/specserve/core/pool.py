@@ -1,7 +1,9 @@
-"""How many tokens the KV caches hold: as configured, as the models can use, and as there is memory for."""
+"""What a worker has memory for: its models, and as many tokens in the KV caches as are configured or can be used."""
 
 import logging
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 from specserve.config import CacheType, HandlerConfig
 from specserve.engine.llama_model import LlamaModel
@@ -23,6 +25,33 @@ _LEAST = 4096
 # Where memory is short, the KV cache has a whole number of such parts of the tokens that are asked for: a little more
 # or less free memory gives the same cache at the next start, which then finds its costs.
 _STEPS = 16
+
+
+def check_weights(files: Sequence[Path], free: int) -> None:
+    """Raise ModelLoadError where these models, which are to be loaded, do not fit into `free` bytes of memory."""
+    weights = sum(file.stat().st_size for file in files)
+    if weights + _REST > free:
+        names = " and ".join(file.name for file in files)
+        raise ModelLoadError(
+            f"{names}: no memory: the weights take {_mib(weights)} and the rest of the worker {_mib(_REST)}, but "
+            f"{_mib(free)} are free; give the worker more memory, or choose a smaller model."
+        )
+
+
+def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:
+    """What a token of the target's KV cache takes, and the draft model's whole cache."""
+    per_token = math.ceil(target.cell_values * _VALUE[config.cache_type])
+    if draft is None:
+        return per_token, 0
+    draft_tokens = config.sequences * min(config.context_length, DRAFT_LENGTH)
+    return per_token, math.ceil(draft.cell_values * _VALUE["f16"] * draft_tokens)
+
+
+def loaded_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> int:
+    """The bytes that a worker takes with a `fitted` configuration, beside prefixes in host memory."""
+    weights = sum(model.path.stat().st_size for model in (target, draft) if model)
+    per_token, draft_bytes = cache_bytes(config, target, draft)
+    return weights + per_token * config.cache_tokens + draft_bytes + _REST
 
 
 def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
@@ -53,10 +82,7 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     # More than all sequences can hold would never be used.
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)
-    cell = math.ceil(target.cell_values * _VALUE[config.cache_type])
-    draft_bytes = 0.0
-    if draft is not None:
-        draft_bytes = draft.cell_values * _VALUE["f16"] * config.sequences * min(context_length, DRAFT_LENGTH)
+    cell, draft_bytes = cache_bytes(config.model_copy(update={"context_length": context_length}), target, draft)
     n_cells = min(wanted, int(max(0, free - draft_bytes - _REST) // cell))
     if n_cells < least:
         raise ModelLoadError(

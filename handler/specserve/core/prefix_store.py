@@ -44,6 +44,10 @@ class PrefixStore:
         self._blocks: Shares[Key, Block] = Shares(max_bytes // self._block_bytes)
 
     @property
+    def max_bytes(self) -> int:
+        return self._blocks.limit * self._block_bytes
+
+    @property
     def stored_bytes(self) -> int:
         return self._blocks.total * self._block_bytes
 

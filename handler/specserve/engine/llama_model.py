@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -16,10 +17,20 @@ _BLOCK_LENGTH = 8
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
+class _Said(threading.local):
+    """llama.cpp's errors while this thread loads a model."""
+
+    errors: tuple[str, ...] = ()
+
+
+_said = _Said()
+
+
 def _log_errors(level: int, text: bytes, _user_data: object) -> None:
     """Print only llama.cpp's errors; the rest is kilobytes for each model."""
     if level == _LOG_LEVEL_ERROR:
         os.write(2, b"llama.cpp: " + text)
+        _said.errors += (text.decode(errors="replace").strip().rpartition("error loading model: ")[2],)
 
 
 # llama.cpp keeps the pointer, so the callback must live as long as the process.
@@ -47,10 +58,12 @@ class LlamaModel:
         params.n_gpu_layers = 0
         # No mmap: weights are repacked into private copies, and mapped pages would stay in memory beside them.
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        _said.errors = ()
         model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if model is None:
+            reason = (_said.errors or ("it does not say why",))[0]
             raise ModelLoadError(
-                f"{path}: llama.cpp cannot load this GGUF; is it complete, and of an architecture it knows?"
+                f"{path}: llama.cpp cannot load this GGUF ({reason}); if it is incomplete, fetch it again."
             )
         self.path = path
         self.pointer = model

@@ -39,7 +39,7 @@ def _metric(kind: Kind, name: str, *labels: str) -> Metric:
 
 
 ROUNDS = _metric("counter", "rounds_total", "family", "drafter")
-GAMMA = _metric("counter", "gamma", "family", "gamma")
+GAMMA = _metric("counter", "gamma_total", "family", "gamma")
 DRAFTED = _metric("counter", "draft_tokens_total", "family", "drafter")
 ACCEPTED = _metric("counter", "accepted_tokens_total", "family", "drafter", "position")
 EMITTED = _metric("counter", "emitted_tokens_total", "family", "group")
@@ -58,6 +58,7 @@ WAITING = _metric("gauge", "waiting_sequences")
 SLOTS = _metric("gauge", "slots")
 OWN_KERNELS = _metric("gauge", "own_kernels")
 THREADS = _metric("gauge", "compute_threads")
+MAX_MEMORY = _metric("gauge", "max_memory_bytes")
 DRAFT_MODEL = _metric("gauge", "draft_model_up")
 HOLDBACK = _metric("gauge", "holdback_speedup", "bound")
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -16,6 +16,7 @@ A call waits for the slice that the last one started, takes new requests, runs a
 replies, and starts the next one, which runs while TorchServe sends the replies.
 """
 
+import faulthandler
 import logging
 import time
 from collections.abc import Callable
@@ -53,6 +54,9 @@ class Handler:
 
     def initialize(self, context: types.Context) -> None:
         """Load the models; a failure is a sentence in the worker's log, and a RuntimeError as TorchServe expects."""
+        types.log_warnings_as_such()
+        # The last words of a crash; a worker that ends without any was killed.
+        faulthandler.enable()
         try:
             config = parse_handler(context.model_yaml_config.get("handler"), "the archive's model YAML")
             served = metrics.Served(context.model_name, context.manifest["model"]["modelVersion"])
@@ -74,6 +78,9 @@ class Handler:
         thread = engine_thread()
         models = thread.submit(load, config).result()
         self._models = models
+        store = open_store(models.config, models)
+        self._max_memory = models.memory_bytes + store.max_bytes
+        logger.info("specserve: the worker grows to at most %d MiB", self._max_memory >> 20)
         self._config = config = models.config
         # Requests drawn to run without drafts, which show how much drafts bring.
         self._holdback = Holdback(config.speculation.holdback)
@@ -85,7 +92,7 @@ class Handler:
             max_wait_seconds=max_wait(config.max_wait_ms, models.drafters.controller.target_cost),
             limit_masks=models.grammars.limit_masks,
             observers=[self._metrics, *open_traces(config.trace, served)],
-            store=open_store(config, models),
+            store=store,
         )
         self._routes = Routes(config, models, self._scheduler, self._holdback, served.model)
         self._loop = EngineLoop(self._scheduler, thread, models.placement)
@@ -218,6 +225,7 @@ class Handler:
             metrics.WAITING: self._scheduler.queued,
             metrics.SLOTS: self._config.sequences,
             metrics.OWN_KERNELS: self._models.kernels.variant is not None,
+            metrics.MAX_MEMORY: self._max_memory,
             metrics.THREADS: len(self._models.placement.cores),
         }
         if self._config.draft is not None:

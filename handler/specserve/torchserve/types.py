@@ -1,6 +1,8 @@
 """The parts of TorchServe's interface that the handler uses."""
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -66,6 +68,19 @@ def receive_bodies_as_bytes() -> None:
     bodies of a megabyte delay streams by more than a second.
     """
     os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
+
+
+def log_warnings_as_such() -> None:
+    """Write warnings and errors to stderr, with their level: TorchServe logs those lines as warnings.
+
+    Its workers write everything to stdout, which it logs as information.
+    """
+    own = logging.StreamHandler(sys.stderr)
+    own.setLevel(logging.WARNING)
+    own.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logging.getLogger("specserve").addHandler(own)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: record.levelno < logging.WARNING or not record.name.startswith("specserve."))
 
 
 def sender(cache: Any) -> Send:

@@ -82,7 +82,8 @@ _is_complete() {
 }
 
 if ! _is_complete "$1"; then
-    mkdir -p "$PROJECT/.specserve"
+    mkdir -p "$PROJECT/.specserve" 2>/dev/null && [[ -w "$PROJECT" && -w "$PROJECT/.specserve" ]] ||
+        _fail "$(id -un) may not write into $PROJECT, where this installs; make a clone of your own."
     exec 9>"$PROJECT/.specserve/install.lock"
     flock --nonblock 9 || { echo "waiting for another script that is installing" && flock 9; }
     _is_complete "$1" || _install "$1"

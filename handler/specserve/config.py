@@ -41,6 +41,7 @@ class ModelConfig(_Section):
     path: Path | None = None  # always set in an archive, where a name without a directory is looked up
     hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+/[^/]+$")
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    adapter: Path | None = None
     requantise: Literal["q4_0"] | None = None
     source: ModelConfig | None = None  # in an archive: where the file can be fetched, if it can
 

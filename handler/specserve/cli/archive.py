@@ -37,7 +37,8 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
     handler = dict(document["handler"])
     for role, path in models.prepare(config_file).items():
         shown = path.name if path.parent == files.models_directory() else str(path)
-        source = {"source": handler[role]} if "hub" in handler[role] else {}
+        # An adapter is on this machine only.
+        source = {"source": handler[role]} if "hub" in handler[role] and "adapter" not in handler[role] else {}
         handler[role] = {"path": shown, "sha256": files.sha256(path), **source}
 
     def absolute(path: Path) -> str:

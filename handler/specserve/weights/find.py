@@ -42,6 +42,6 @@ def _fetched(source: ModelConfig) -> Path:
     try:
         from specserve.weights import models  # noqa: PLC0415 - libraries that a worker which finds its files does not need
 
-        return models.prepared(source, models.fetch(source, Path()))
+        return models.prepared(source, models.fetch(source, Path()), Path())
     except (EnvironmentFailure, ImportError) as error:
         raise ModelLoadError(f"{source.hub}: cannot be fetched: {error}.") from error

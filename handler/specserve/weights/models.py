@@ -34,7 +34,7 @@ def prepare(config_file: Path) -> dict[str, Path]:
     """
     # All downloads first: they are what may fail.
     sources = {role: fetch(model, config_file) for role, model in models(config_file).items()}
-    return {role: prepared(model, sources[role]) for role, model in models(config_file).items()}
+    return {role: prepared(model, sources[role], config_file) for role, model in models(config_file).items()}
 
 
 def models(config_file: Path) -> dict[str, ModelConfig]:
@@ -43,7 +43,14 @@ def models(config_file: Path) -> dict[str, ModelConfig]:
     return {"target": handler.target} | ({"draft": handler.draft} if handler.draft else {})
 
 
-def prepared(model: ModelConfig, source: Path) -> Path:
+def prepared(model: ModelConfig, source: Path, config_file: Path) -> Path:
+    """Return the file that a worker loads: the source with its adapter, requantised, as the configuration says."""
+    if model.adapter:
+        adapter = config_file.resolve().parent / model.adapter.expanduser()
+        if not adapter.is_file():
+            raise EnvironmentFailure(f"{adapter}: there is no such file, which {config_file} names.")
+        target = _derived(source, f"{adapter.stem}-{files.sha256(adapter)[:8]}")
+        source = _made_once(target, partial(_is_newer, target, source), partial(_write_merged, source, adapter, target))
     return requantise(source) if model.requantise else source
 
 
@@ -122,15 +129,33 @@ def _download_from_hub(hub: str, sha256: str | None, target: Path) -> None:
 
 def requantise(source: Path) -> Path:
     """Return the pure Q4_0 version of a file; it is written into the models directory once."""
+    target = _derived(source, "pure-q4_0")
+    return _made_once(target, partial(_is_newer, target, source), partial(_write_requantised, source, target))
+
+
+def _derived(source: Path, name: str) -> Path:
+    """Return where a file is that is made from another one."""
     directory = files.models_directory()
     # Files of the same name from two directories of the operator get different names.
     suffix = "" if source.parent == directory else f".{files.sha256(source)[:8]}"
-    target = directory / f"{source.stem}{suffix}.pure-q4_0.gguf"
+    return directory / f"{source.stem}{suffix}.{name}.gguf"
 
-    def is_written() -> bool:
-        return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
 
-    return _made_once(target, is_written, partial(_write_requantised, source, target))
+def _is_newer(path: Path, source: Path) -> bool:
+    return path.is_file() and path.stat().st_mtime >= source.stat().st_mtime
+
+
+def _write_merged(source: Path, adapter: Path, target: Path) -> None:
+    # Half a second that only an adapter is worth.
+    from specserve.weights.adapter import merge  # noqa: PLC0415
+
+    written = target.with_name(f"{target.name}.partial")
+    try:
+        with Console(stderr=True).status(f"adding {adapter.name} to {source.name}"):
+            merge(source, adapter, written)
+        written.replace(target)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _write_requantised(source: Path, target: Path) -> None:

@@ -109,7 +109,8 @@ def busy_model(stack: ExitStack, port: int) -> Neighbour:
     """Register a second model on the TorchServe of a port; returns the neighbour that keeps it busy."""
     state = State(port)
     handler = Path(__file__).with_name("busy_handler.py")
-    write_mar(state.model_store / "busy.mar", "1.0", handler.name, {handler.name: handler, "torch.py": TORCH_STUB})
+    model = {"modelName": "busy", "modelVersion": "1.0", "handler": handler.name}
+    write_mar(state.model_store / "busy.mar", model, {handler.name: handler, "torch.py": TORCH_STUB})
     management = f"http://127.0.0.1:{state.ports['management']}/models"
     keys = {kind: {"Authorization": f"Bearer {state.key(kind)}"} for kind in ("inference", "management")}
     asked = {"url": "busy.mar", "initial_workers": "1", "synchronous": "true"}

@@ -1,6 +1,7 @@
 """`scripts/doctor`: what its checks report, and when they advise a change."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from costs import proportional
 from server import tiny
-from specserve.cli.doctor import check_costs, check_software
+from specserve.cli.doctor import check_costs, check_software, check_torchserve
 
 PROJECT = Path(__file__).parents[2]
 TOPICS = ["machine", "software", "kernels", "repeating", "pair", "costs"]
@@ -33,6 +34,22 @@ def test_check_software_finds_a_java_that_does_not_run(tmp_path: Path, monkeypat
     found = check_software()
     assert not found.well
     assert f"{tmp_path}/bin/java does not run: set JAVA_HOME" in found.sentence
+
+
+def test_check_torchserve_finds_what_an_operators_settings_lack(tmp_path: Path) -> None:
+    """The guide's lines are enough, and so are ours."""
+    [added] = re.findall(r"```properties\n(.*?)```", (PROJECT / "config" / "README.md").read_text(), re.DOTALL)
+    file = tmp_path / "config.properties"
+    file.write_text(f"inference_address=http://127.0.0.1:9000\n{added}")
+    assert check_torchserve(file).well
+    assert check_torchserve(PROJECT / "config" / "config.properties").well
+    file.write_text(
+        "metrics_mode = log\nmax_response_size=999999999\nmodel_metrics_auto_detect=true\nenable_model_api=true\n"
+    )
+    found = check_torchserve(file)
+    assert not found.well
+    assert found.facts["missing"] == ["metrics_mode", "token_expiration_min"]
+    assert "add metrics_mode=prometheus (otherwise Prometheus gets no metrics); token_expiration_min=" in found.sentence
 
 
 def test_check_costs_finds_a_draft_slower_than_half_a_target_step() -> None:

@@ -171,7 +171,7 @@ def test_no_field_of_the_plug_ins_is_named_as_ignored_and_others_are(front_end: 
 
 def test_an_invalid_field_is_a_400_that_names_it(front_end: FrontEnd) -> None:
     invalid = {"input_prefix": 5, "input_extra": {}, "prompt": [1], "n_predict": "a", "mirostat": 1, "n_probs": 3}
-    for name, value in {**invalid, "n": 2}.items():
+    for name, value in (*invalid.items(), ("n", 2), ("n", True)):
         status, error = front_end.refusal({**VIM, name: value}, "infill")
         assert (status, error["param"]) == (400, name)
     status, error = front_end.refusal({**VIM, "input_extra": [{"text": 5}]}, "infill")

@@ -31,6 +31,6 @@ def archive(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def write(name: str, architecture: str = "qwen2", **changes: Any) -> Path:
         config = tiny_config(tmp_path_factory.mktemp(name), architecture, **changes)
-        return pack(prepared_document(config), server.state / "model_store", name)
+        return pack(prepared_document(config), server.state / "model_store" / f"{name}.mar", name)
 
     return write

@@ -83,8 +83,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "MODEL_STORE", store)
         for config, version in ((tiny(), "1.0"), (canary, "1.1")):
-            assert specserve.main(["archive", "--config", str(config), "--version", version]) == 0
-            (store / "qwen.mar").rename(store / f"qwen-{version}.mar")
+            out = ["--out", str(store / f"qwen-{version}.mar")]
+            assert specserve.main(["archive", "--config", str(config), "--version", version, *out]) == 0
     return store
 
 
@@ -92,10 +92,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def operator(store: Path, foreign_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     directory = tmp_path_factory.mktemp("operator")
     port = free_ports()
-    settings = (PROJECT / "config" / "config.properties").read_text()
-    for default, port_in_use in {8080: port, 8081: port + 1, 8082: port + 2, 7070: port + 3, 7071: port + 4}.items():
-        settings = re.sub(rf"\b{default}\b", str(port_in_use), settings)
-    (directory / "config.properties").write_text(settings)
+    # The operator's own settings, which here are ports, and what the guide adds to them.
+    [added] = re.findall(r"```properties\n(.*?)```", (PROJECT / "config" / "README.md").read_text(), re.DOTALL)
+    addresses = {"inference": port, "management": port + 1, "metrics": port + 2}
+    own_settings = [f"{name}_address=http://127.0.0.1:{number}" for name, number in addresses.items()]
+    own_settings += [f"grpc_inference_port={port + 3}", f"grpc_management_port={port + 4}"]
+    (directory / "config.properties").write_text("\n".join([*own_settings, added]))
     # As the operator's guide says, so that another TorchServe may run.
     (directory / "tmp").mkdir(mode=0o700)
     own = {"TEMP": str(directory / "tmp"), "TMPDIR": str(directory / "tmp"), "JAVA_HOME": java_home()}

@@ -54,7 +54,7 @@ def test_the_archives_yaml_names_what_the_models_directory_has_and_where_it_come
 def test_an_archive_holds_the_handler_the_package_and_the_yaml_and_is_replaced(tmp_path: Path) -> None:
     store = tmp_path / "model_store"
     for _ in range(2):
-        written = pack(DOCUMENT, store, "mine", "2.0")
+        written = pack(DOCUMENT, store / "mine.mar", "mine", "2.0")
     assert list(store.iterdir()) == [written] == [store / "mine.mar"]
     with zipfile.ZipFile(written) as content:
         names = set(content.namelist())
@@ -70,4 +70,4 @@ def test_an_archive_holds_the_handler_the_package_and_the_yaml_and_is_replaced(t
 def test_a_name_or_version_that_cannot_be_part_of_a_url_is_refused(tmp_path: Path) -> None:
     for names, sentence in ((("a b", "1.0"), "--name 'a b': may hold"), (("a", "1/0"), "--version '1/0': may hold")):
         with pytest.raises(ConfigError, match=sentence):
-            pack(DOCUMENT, tmp_path, *names)
+            pack(DOCUMENT, tmp_path / "a.mar", *names)

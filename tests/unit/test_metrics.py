@@ -64,8 +64,8 @@ def test_a_round_counts_drafts_by_drafter_and_position_and_an_end_latencies_once
             ("emitted_tokens_total", "code", "auto"): 4,
             ("rounds_total", "code", "lookup"): 1,
             ("rounds_total", "code", "none"): 1,
-            ("gamma", "code", "3"): 1,
-            ("gamma", "code", "0"): 1,
+            ("gamma_total", "code", "3"): 1,
+            ("gamma_total", "code", "0"): 1,
             ("draft_seconds_total", "code"): 0.2,
             ("target_seconds_total", "code"): 0.4,
             ("other_seconds_total", "code"): 0.02,
@@ -91,7 +91,7 @@ def test_prefill_and_deferred_rounds_count_time_and_no_drafts(metrics: Recording
     values = metrics.emitted()
     assert values["target_seconds_total", "code"] == pytest.approx(2.2)
     assert values["emitted_tokens_total", "code", "auto"] == 1
-    assert not [name for name, *_ in values if name in {"rounds_total", "gamma", "speculation_paused_total"}]
+    assert not [name for name, *_ in values if name in {"rounds_total", "gamma_total", "speculation_paused_total"}]
 
 
 def test_a_pause_of_speculation_is_counted_once_and_for_adaptive_sequences_only(metrics: RecordingMetrics) -> None:

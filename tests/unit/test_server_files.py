@@ -14,7 +14,7 @@ from specserve.cli import __main__ as specserve
 from specserve.cli import paths, server, torchserve_process
 from specserve.cli.server import client_example, load_failure, wait_until_ready, warnings
 from specserve.cli.torchserve_process import State, properties, require_stopped, running
-from specserve.errors import EnvironmentFailure, ModelLoadError
+from specserve.errors import ConfigError, EnvironmentFailure, ModelLoadError
 
 WORKER = "2026-11-21T05:41:48,756 [INFO ] W-9000-qwen_1.0-stdout MODEL_LOG - "
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -75,10 +75,10 @@ def test_properties_add_the_servers_ports_to_the_projects_settings(state: State)
     settings |= {"grpc_inference_address": "127.0.0.1", "grpc_management_address": "127.0.0.1"}
     settings |= {"model_store": str(state.model_store), "load_models": "qwen.mar"}
     closed = settings | {"enable_model_api": "true", "disable_token_authorization": "false"}
-    assert closed.items() <= in_java(properties(state, with_tokens=True)).items()
+    assert closed.items() <= in_java(properties(state, "qwen", with_tokens=True)).items()
     # Without tokens nobody may register a model, which is code.
     access = {"enable_model_api": "false", "disable_token_authorization": "true", "allowed_urls": "nothing"}
-    assert (settings | access).items() <= in_java(properties(state, with_tokens=False)).items()
+    assert (settings | access).items() <= in_java(properties(state, "qwen", with_tokens=False)).items()
     ours, theirs = (in_java((paths.CONFIG / place / "config.properties").read_text()) for place in (".", "kserve"))
     changed = {key: theirs.get(key) for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
     addresses = {"inference_address": "http://0.0.0.0:8080", "metrics_address": "http://0.0.0.0:8082"}
@@ -91,7 +91,7 @@ def test_paths_are_escaped_for_java_properties(monkeypatch: pytest.MonkeyPatch) 
         ("/back\\slash\n/für/世🙂", "/back\\\\slash\\n/f\\u00fcr/\\u4e16\\ud83d\\ude42"),
     ):
         monkeypatch.setattr(paths, "STATE", Path(directory))
-        assert f"\nmodel_store={written}/18080/model_store\n" in properties(State(18080), with_tokens=True)
+        assert f"\nmodel_store={written}/18080/model_store\n" in properties(State(18080), "qwen", with_tokens=True)
 
 
 def test_a_long_path_moves_the_socket_out_of_the_project(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +108,26 @@ def test_files_of_an_earlier_server_are_replaced(state: State) -> None:
     state.model_log.write_text("specserve cannot load: of the last time\n", encoding="utf-8")
     state.key_file.write_text('{"inference": {"key": "abc"}}', encoding="utf-8")
     assert (state.key("inference"), state.key("management")) == ("abc", None)
-    server.write_state(state, {"minWorkers": 1, "handler": {"model_id": "new"}}, with_tokens=True)
+    server.write_state(state, {"minWorkers": 1, "handler": {"model_id": "new"}}, "mine", with_tokens=True)
     assert not state.model_log.exists()
     assert state.key("inference") is None
-    assert (state.model_store / "qwen.mar").exists()
+    assert (state.model_store / "mine.mar").exists()
+    assert server.base_url(state) == "http://127.0.0.1:18080/predictions/mine/1.0/v1"
     assert state.properties.exists()
+
+
+def test_another_host_is_for_clients_only_and_needs_keys(state: State) -> None:
+    document = {"minWorkers": 1, "handler": {"model_id": "new"}}
+    for host, url in (("0.0.0.0", "http://127.0.0.1:18080"), ("10.0.0.7", "http://10.0.0.7:18080")):
+        server.write_state(state, document, "qwen", host=host, with_tokens=True)
+        settings = in_java(state.properties.read_text(encoding="utf-8"))
+        assert settings["inference_address"] == f"http://{host}:18080"
+        assert {settings[f"{api}_address"].rpartition(":")[0] for api in ("management", "metrics")} == {
+            "http://127.0.0.1"
+        }
+        assert server.base_url(state).startswith(url)
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: needs keys, so leave --no-auth out\."):
+        server.write_state(state, document, "qwen", host="0.0.0.0", with_tokens=False)
 
 
 def test_stop_ends_the_servers_processes_and_no_others(state: State, capsys: pytest.CaptureFixture[str]) -> None:

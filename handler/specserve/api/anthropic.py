@@ -129,7 +129,7 @@ class CountRequest(GenerationRequest):
     temperature: float = Field(default=1.0, ge=0, le=1)
     metadata: dict[str, Any] | None = None
     thread: Any = None
-    n: Literal[1] | None = None
+    n: int | None = Field(default=None, ge=1, le=1)
 
     def _not_offered(self) -> Iterator[str]:
         for index, tool in enumerate(self.tools or []):

@@ -7,7 +7,7 @@ request without a temperature is greedy here; which samplers run, and in which o
 
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -42,7 +42,7 @@ class InfillRequest(GenerationRequest):
     input_suffix: Text = ""
     input_extra: Items[File] | None = None
     prompt: Text = ""
-    n: Literal[1] | None = None
+    n: int | None = Field(default=None, ge=1, le=1)
     n_indent: int | None = None
     response_fields: Annotated[Items[str], Field(max_length=64)] | None = None
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
 from specserve.api.body import Body, Items, Json, Text
@@ -48,6 +48,10 @@ _ECHOED: Json = {
 }
 
 
+# 0 equals False, which is all that pydantic compares.
+_NO_NUMBER = BeforeValidator(lambda value: value if isinstance(value, bool | None) else str(value))
+
+
 class ResponsesReasoning(Body):
     effort: str | None = None
     summary: str | None = None
@@ -63,13 +67,13 @@ class ResponsesRequest(GenerationRequest):
     text: TextForm | None = None
     reasoning: ResponsesReasoning | None = None
     max_output_tokens: int | None = Field(default=None, ge=0)
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=0)
     include: Items[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    n: Literal[1] | None = None
-    background: Literal[False] | None = None
+    n: int | None = Field(default=None, ge=1, le=1)
+    background: Annotated[Literal[False], _NO_NUMBER] | None = None
     conversation: None = None
     prompt: None = None
 

@@ -43,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
 
     sentence = "Build the archive of a configuration and start TorchServe on it."
     serve = verb("serve", "server:run", sentence, config=True, port=True)
+    serve.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="the address that clients reach it at (default: %(default)s)"
+    )
     serve.add_argument("--detach", action="store_true", help="return when the server is ready")
     serve.add_argument("--no-auth", action="store_true", help="ask for no token")
     verb("stop", "torchserve_process:run", "Stop a running server.", port=True)
@@ -59,10 +63,15 @@ def parser() -> argparse.ArgumentParser:
     sentence = "Write a .mar with the handler and the model YAML, without the weights."
     archive = verb("archive", "archive:run", sentence, config=True)
     archive.add_argument("--name", default=paths.NAME, help=f"the model's name in every URL (default: {paths.NAME})")
+    archive.add_argument(
+        "--out", type=Path, metavar="FILE.mar", help="where to write it (default: model_store/NAME.mar)"
+    )
     archive.add_argument("--version", default=paths.VERSION, help=f"its version (default: {paths.VERSION})")
 
     sentence = "Check the machine, the build and the models, and say what to change."
     doctor = verb("doctor", "doctor:run", sentence, config=True)
+    text = "config.properties of a TorchServe with other models, to check, too"
+    doctor.add_argument("--torchserve", type=Path, metavar="FILE", help=text)
     doctor.add_argument("--json", action="store_true", help="all findings with their numbers, as one JSON object")
 
     report = verb("report", "report:run", "Summarise traces: acceptance by prompt family and by draft length.")

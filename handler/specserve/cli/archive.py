@@ -63,8 +63,8 @@ def prepared_handler(config_file: Path) -> HandlerConfig:
     return config.model_copy(update=found)
 
 
-def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version: str = paths.VERSION) -> Path:
-    """Write `NAME.mar`, with a document from `prepared_document`, into a model store; returns its path."""
+def pack(document: dict[str, Any], target: Path, name: str, version: str = paths.VERSION) -> Path:
+    """Write an archive, with a document from `prepared_document`; returns its path."""
     for option, value in (("name", name), ("version", version)):
         if not _NAME.fullmatch(value):
             raise ConfigError(
@@ -83,20 +83,15 @@ def pack(document: dict[str, Any], store: Path, name: str = paths.NAME, version:
             content[str(path.relative_to(paths.SOURCE_ROOT))] = path
     if library.exists():
         content[f"specserve/engine/{library.name}"] = library
-    return write_mar(store / f"{name}.mar", version, entry.name, content, config="model.yaml")
+    model = {"modelName": name, "modelVersion": version, "handler": entry.name, "configFile": "model.yaml"}
+    return write_mar(target, model, content)
 
 
-def write_mar(
-    target: Path, version: str, handler: str, content: dict[str, str | Path], config: str | None = None
-) -> Path:
+def write_mar(target: Path, model: dict[str, str], content: dict[str, str | Path]) -> Path:
     """Write a model archive, which is replaced atomically: a zip file with a manifest, as TorchServe 0.12 reads it.
 
-    `content` has files to copy, or their texts, by their names in the archive; `handler` (the entry point) and `config`
-    (the model YAML) are two of these names. The name of `target` without `.mar` is the model's.
+    `model` is what the manifest says of it; `content` has files to copy, or their texts, by their names in the archive.
     """
-    model = {"modelName": target.stem, "modelVersion": version, "handler": handler}
-    if config:
-        model["configFile"] = config
     created = datetime.now().astimezone().strftime("%d/%m/%Y %H:%M:%S")
     manifest = {"createdOn": created, "runtime": "python", "archiverVersion": "0.12.0", "model": model}
     target.parent.mkdir(exist_ok=True)
@@ -104,8 +99,8 @@ def write_mar(
     try:
         with ZipFile(partial, "w", ZIP_DEFLATED) as mar:
             mar.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest, indent=2))
-            for name, source in content.items():
-                mar.writestr(name, source.read_bytes() if isinstance(source, Path) else source)
+            for member, source in content.items():
+                mar.writestr(member, source.read_bytes() if isinstance(source, Path) else source)
         return partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
@@ -113,5 +108,6 @@ def write_mar(
 
 def run(options: Namespace) -> int:
     document = prepared_document(options.config)
-    print(pack(document, paths.MODEL_STORE, options.name, options.version), flush=True)
+    target = options.out or paths.MODEL_STORE / f"{options.name}.mar"
+    print(pack(document, target, options.name, options.version), flush=True)
     return 0

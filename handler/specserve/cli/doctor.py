@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ KV_LEN = 64
 _MEMORY_FACTOR = 1.5
 # Share of a target's step above which a draft's step hardly pays.
 _MAX_DRAFT_SHARE = 0.5
+# What a TorchServe with other models needs in its config.properties, and why; numbers are the least.
+_SETTINGS = {
+    "metrics_mode": ("prometheus", "Prometheus gets no metrics"),
+    "model_metrics_auto_detect": ("true", "Prometheus gets no metrics of ours"),
+    "max_response_size": ("268435456", "log-probabilities of several answers end the worker"),
+    "enable_model_api": ("true", "models cannot be registered while it runs"),
+    "token_expiration_min": ("525600", "keys end after an hour"),
+}
 _PACKAGES = ("llama-cpp-python", "llguidance", "numpy", "torchserve")
 
 
@@ -90,6 +99,21 @@ def check_machine(threads: int, prepared: dict[str, Path]) -> Finding:
     return Finding("machine", f"{found}{advice}.", not advice, facts)
 
 
+def check_torchserve(file: Path) -> Finding:
+    """Tell which settings an operator's TorchServe lacks."""
+    pairs = (line.partition("=") for line in file.read_text(encoding="utf-8").splitlines())
+    given = {key.strip(): value.strip() for key, _, value in pairs}
+
+    def suffices(key: str, wanted: str) -> bool:
+        value = given.get(key, "")
+        return value == wanted or (wanted.isdecimal() and value.isdecimal() and int(value) >= int(wanted))
+
+    missing = {key: value for key, value in _SETTINGS.items() if not suffices(key, value[0])}
+    lines = "; ".join(f"{key}={wanted} (otherwise {why})" for key, (wanted, why) in missing.items())
+    sentence = f"{file}: add {lines}." if missing else f"{file} has all that specserve needs."
+    return Finding("torchserve", sentence, not missing, {"missing": sorted(missing)})
+
+
 def check_software() -> Finding:
     """Tell the versions that are installed, and whether the Java that TorchServe needs runs."""
     facts: dict[str, Any] = {"specserve": specserve.__version__, "python": platform.python_version()}
@@ -140,7 +164,8 @@ def run(options: Namespace) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         prepared = prepare(options.config)
     with Console(stderr=True).status("looking; this takes a minute or two"):
-        for finding in examine(handler, prepared):
+        of_torchserve = [check_torchserve(options.torchserve)] if options.torchserve else []
+        for finding in chain(of_torchserve, examine(handler, prepared)):
             findings.append(finding)
             if not options.json:
                 print(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}", flush=True)

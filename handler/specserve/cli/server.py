@@ -54,7 +54,7 @@ def run(options: Namespace) -> int:
     with files.locked(state.lock, f"another server starts on port {state.port}"):
         require_stopped(state)
         try:
-            write_state(state, document, with_tokens=with_tokens)
+            write_state(state, document, options.name, host=options.host, with_tokens=with_tokens)
             process = torchserve_process.start(state)
         except BaseException:
             _stop(state)
@@ -71,15 +71,17 @@ def run(options: Namespace) -> int:
         raise
 
 
-def write_state(state: State, document: dict[str, Any], *, with_tokens: bool) -> None:
+def write_state(
+    state: State, document: dict[str, Any], name: str, *, host: str = torchserve_process.LOOPBACK, with_tokens: bool
+) -> None:
     """Write the archive and the settings that TorchServe starts with; files of an earlier server are removed."""
     for old in (state.logs, state.model_store, state.temporary):
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(parents=True, mode=0o700)
     state.key_file.unlink(missing_ok=True)
     # The server's own archive: a later scripts/archive does not change what a restarted worker loads.
-    pack(document, state.model_store)
-    state.properties.write_text(properties(state, with_tokens=with_tokens), encoding="utf-8")
+    pack(document, state.model_store / f"{name}.mar", name)
+    state.properties.write_text(properties(state, name, host=host, with_tokens=with_tokens), encoding="utf-8")
 
 
 def _wait_for_end(state: State, process: subprocess.Popen[bytes]) -> int:
@@ -169,7 +171,7 @@ def load_failure(lines: list[str]) -> str | None:
 
 def is_ready(state: State) -> bool:
     """Ask TorchServe's management API whether a worker has loaded the model."""
-    url = f"http://127.0.0.1:{state.ports['management']}/models/{paths.NAME}"
+    url = f"http://127.0.0.1:{state.ports['management']}/models/{state.name}"
     try:
         answer = session(state.key("management")).get(url, timeout=5)
         models: Any = answer.json()
@@ -188,7 +190,7 @@ def session(key: str | None) -> requests.Session:
 
 
 def base_url(state: State) -> str:
-    return f"http://127.0.0.1:{state.port}/predictions/{paths.NAME}/{paths.VERSION}/v1"
+    return f"{state.url}/predictions/{state.name}/{paths.VERSION}/v1"
 
 
 def first_completion(state: State) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ _MAX_SOCKET_DIRECTORY_BYTES = 107 - len("/.ts.sock.9999")
 _STOP_TIMEOUT_SECONDS = 15
 # A process that is being stopped may have started another one: the launcher starts Java, and Java the workers.
 _MAX_GENERATIONS = 3
+LOOPBACK = "127.0.0.1"
 # APIs of a server, each with a port on the loopback address.
 _APIS = ("inference", "management", "metrics", "grpc_inference", "grpc_management")
 
@@ -48,22 +50,43 @@ class State:
             digest = hashlib.sha256(bytes(self.temporary)).hexdigest()[:12]
             self.temporary = Path(tempfile.gettempdir()) / f"specserve-{os.getuid()}-{digest}"
 
+    @property
+    def name(self) -> str:
+        """The name of the server's model, which is that of the archive it starts with."""
+        return self._setting("load_models").removesuffix(".mar") or paths.NAME
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the inference API."""
+        address = self._setting("inference_address").replace("0.0.0.0", LOOPBACK)  # noqa: S104 - it listens there
+        return address or f"http://{LOOPBACK}:{self.port}"
+
+    def _setting(self, key: str) -> str:
+        """Return what the server was started with; the last value of a key counts."""
+        settings = self.properties.read_text(encoding="utf-8") if self.properties.exists() else ""
+        found: list[str] = re.findall(rf"^{key}=(.+)$", settings, re.MULTILINE)
+        return found[-1] if found else ""
+
     def key(self, kind: str) -> str | None:
         """Return the `inference` or `management` token; None if there is none."""
         entry = files.read_json(self.key_file).get(kind)
         return entry.get("key") if isinstance(entry, dict) else None
 
 
-def properties(state: State, *, with_tokens: bool) -> str:
+def properties(state: State, name: str, *, host: str = LOOPBACK, with_tokens: bool) -> str:
     """Return config/config.properties followed by this server's own settings; the last value of a key counts."""
     own = {
-        **{f"{api}_address": f"http://127.0.0.1:{state.ports[api]}" for api in _APIS[:3]},
+        **{f"{api}_address": f"http://{LOOPBACK}:{state.ports[api]}" for api in _APIS[:3]},
         **{f"{api}_port": str(state.ports[api]) for api in _APIS[3:]},
         "model_store": str(state.model_store),
-        "load_models": f"{paths.NAME}.mar",
+        "load_models": f"{name}.mar",
         "disable_token_authorization": str(not with_tokens).lower(),
     }
+    # Whoever reaches the other APIs can run code, or read who uses the server.
+    own["inference_address"] = f"http://{host}:{state.port}"
     if not with_tokens:
+        if host != LOOPBACK:
+            raise ConfigError(f"--host {host}: needs keys, so leave --no-auth out.")
         # Registering a model or a workflow runs its code, so it is not possible without a token. No URL is `nothing`.
         own |= {"enable_model_api": "false", "allowed_urls": "nothing"}
     base = (paths.CONFIG / "config.properties").read_text(encoding="utf-8")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,39 +14,10 @@ import openai
 import pytest
 import requests
 
-from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, openai_client, until
+from nginx import KEY, balancing, needs_nginx
+from server import PATIENCE_SECONDS, Server, openai_client, until
 
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-pytestmark = [pytest.mark.server, pytest.mark.skipif(NGINX is None, reason="no nginx is on PATH: apt install nginx")]
-
-KEY = "sk-of.a+test"
-
-
-@contextmanager
-def balancing(first: int, second: int, directory: Path, *keys: str, max_connections: int = 64) -> Iterator[str]:
-    """OpenAI's base URL of nginx with our configuration; only ports, keys and the limit of a key are changed."""
-    port = free_ports(1)
-    text = (PROJECT / "config" / "nginx" / "specserve.conf").read_text()
-    for old, new in (
-        ("limit_conn keys 64;", f"limit_conn keys {max_connections};"),
-        ("127.0.0.1:8080", f"127.0.0.1:{first}"),
-        ("127.0.0.1:9080", f"127.0.0.1:{second}"),
-        ("127.0.0.1:8000", f"127.0.0.1:{port}"),
-    ):
-        assert old in text
-        text = text.replace(old, new)
-    (directory / "specserve.conf").write_text(text)
-    (directory / "keys.map").write_text("".join(f'"~^Bearer {re.escape(key)}$" 1;\n' for key in (KEY, *keys)))
-    process = subprocess.Popen(
-        [str(NGINX), "-p", str(directory), "-c", str(directory / "specserve.conf"), "-g", "daemon off;"]
-    )
-    try:
-        with socket.socket() as probe:
-            until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, "nginx answers")
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(timeout=PATIENCE_SECONDS)
+pytestmark = [pytest.mark.server, needs_nginx]
 
 
 @pytest.fixture(scope="module")

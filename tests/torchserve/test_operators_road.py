@@ -18,6 +18,7 @@ import psutil
 import pytest
 import requests
 
+from nginx import balancing, needs_nginx, switch
 from server import PATIENCE_SECONDS, PROJECT, Server, free_ports, openai_client, tiny, until
 from specserve.cli import __main__ as specserve
 from specserve.cli import paths
@@ -135,6 +136,31 @@ def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
     assert (refused.status_code, renewed.status_code) == (400, 200)
     assert operator.key != old
     assert operator.complete()
+
+
+@needs_nginx
+def test_behind_nginx_clients_keep_url_and_streams_when_the_version_changes(operator: Operator, tmp_path: Path) -> None:
+    """New requests reach 1.1, which drafts nothing; streams that run on 1.0 meanwhile end there, whole."""
+    body: Any = {**BODY, "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+    operator.register("qwen-1.1.mar")
+    with balancing(operator.port, operator.port, tmp_path, operator.key) as url:
+        client = openai_client(url, operator.key)
+        whole = client.completions.create(model="tiny", **body).choices[0].text
+        streams = [client.completions.create(model="tiny", **body, stream=True) for _ in range(4)]
+        begun = [next(stream).choices[0].text for stream in streams]
+        switch(tmp_path, "1.0", "1.1")
+
+        def is_new() -> bool:
+            answer: Any = client.completions.create(model="tiny", **BODY)
+            return answer.speculation["drafted_tokens"] == 0
+
+        until(is_new, "new requests reach 1.1")
+        texts = [
+            first + "".join(c.choices[0].text for c in stream) for first, stream in zip(begun, streams, strict=True)
+        ]
+        assert texts == [whole] * 4
+    operator.scale(0, "1.1")
+    assert operator.manage("DELETE", "/models/qwen/1.1").ok
 
 
 def test_a_canary_can_be_removed_registered_again_and_made_the_default(operator: Operator) -> None:

@@ -152,7 +152,7 @@ def test_behind_nginx_clients_keep_url_and_streams_when_the_version_changes(oper
 
         def is_new() -> bool:
             answer: Any = client.completions.create(model="tiny", **BODY)
-            return answer.speculation["drafted_tokens"] == 0
+            return bool(answer.speculation["drafted_tokens"] == 0)
 
         until(is_new, "new requests reach 1.1")
         texts = [

@@ -65,6 +65,22 @@ def test_what_a_verb_raises_is_one_line_and_an_exit_code(capsys: pytest.CaptureF
         assert capsys.readouterr().err.startswith(f"specserve: {line}")
 
 
+def test_a_reader_that_leaves_ends_a_command_without_a_word() -> None:
+    """As `scripts/doctor | head` does."""
+    program = (
+        "from specserve.cli import __main__, models\n"
+        "def many(_):\n    for n in range(10**6):\n        print(n, flush=True)\n"
+        "models.run_prepare = many\n"
+        "__main__.sys.exit(__main__.main(['prepare', 'FILE']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert (process.wait(), process.stderr.read()) == (141, b"")
+
+
 def test_text_that_the_locale_cannot_spell_is_no_traceback() -> None:
     program = (
         "from specserve.cli import __main__, models\n"

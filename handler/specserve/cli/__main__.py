@@ -1,6 +1,7 @@
 """The command `specserve`; `scripts/VERB` runs `specserve VERB`."""
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from specserve import __version__
 from specserve.cli import paths
 from specserve.errors import ConfigError, EnvironmentFailure, SpecserveError
 
-INTERRUPTED = 130
+# What a shell reports of a program that Ctrl-C, or a reader that leaves, has ended.
+INTERRUPTED, READER_LEFT = 130, 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,6 +97,10 @@ def main(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         sentence = f"{sys.executable} does not have the package {error.name}; the commands in scripts/ install it."
         code = EnvironmentFailure.exit_code
+    except BrokenPipeError:
+        # Its reader has left, as in `scripts/doctor | head`; Python would say so when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
     except OSError as error:
         sentence = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror or error}."
         code = EnvironmentFailure.exit_code

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server import PATIENCE_SECONDS, PROJECT, free_ports, openai_client, processes, until
+from server import PATIENCE_SECONDS, PROJECT, free_ports, openai_client, processes, tiny, until
+from specserve.weights.models import prepare
 
 pytestmark = [
     pytest.mark.long,
@@ -20,6 +21,7 @@ pytestmark = [
 
 # Where no image registry can be reached: a Debian by debootstrap with python3.11-venv, which `podman import` has read.
 BASE = os.environ.get("SPECSERVE_CONTAINER_BASE", "docker.io/library/python:3.11-slim-bookworm")
+QEMU = shutil.which("qemu-x86_64-static")
 BUILDAH = ["buildah", "--storage-driver", "vfs"]
 STATE = "/opt/specserve/.specserve"
 
@@ -58,6 +60,37 @@ def test_the_image_has_no_compiler_and_runs_as_its_own_user(container: str) -> N
     assert inspected["User"] == "specserve"
     assert list(inspected["Volumes"]) == ["/models"]
     assert said(container, "touch /opt/specserve/new || echo refused") == "refused"
+
+
+LOGITS = """
+from pathlib import Path
+from specserve.engine import kernels
+from specserve.engine.base import Row
+from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
+variant = kernels.use("auto").variant
+model = LlamaModel(Path("/tiny/model.gguf"))
+engine = LlamaEngine(model, n_slots=2, context_length=64, threads=1, max_rows=16, max_logits=16)
+rows = [Row(token, 0, position, wants_logits=True) for position, token in enumerate((5, 6, 7, 8))]
+print(variant, engine.forward(rows).tobytes().hex())
+"""
+
+
+@pytest.mark.skipif(QEMU is None, reason="no qemu-x86_64-static is on PATH: apt install qemu-user-static")
+def test_a_processor_with_avx2_and_no_more_computes_the_same_logits(container: str, tmp_path: Path) -> None:
+    """An emulated Haswell, on which our kernels of another variant are taken."""
+    (tmp_path / "logits.py").write_text(LOGITS)
+    shutil.copy(prepare(tiny())["target"], tmp_path / "model.gguf")
+    for path in (tmp_path, *tmp_path.iterdir()):
+        path.chmod(0o755)
+    volumes = (f"{tmp_path}:/tiny", f"{QEMU}:/qemu")
+    outputs = []
+    for emulator in ((), ("/qemu", "-cpu", "Haswell")):
+        command = in_container(container, *emulator, ".venv/bin/python", "/tiny/logits.py", volumes=volumes)
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    (_, here), (variant, there) = outputs
+    assert variant == "avx2"
+    assert there == here
 
 
 def test_it_serves_what_its_arguments_name_and_stops_by_sigterm(container: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tiny_config import tiny_config
 
 pytestmark = pytest.mark.server
 
+TORCH = PROJECT / ".venv-train" / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 BODY: Any = {"prompt": "The quick", "max_tokens": 8, "temperature": 0}
 
 
@@ -136,6 +137,67 @@ def test_the_api_key_renews_the_inference_key(operator: Operator) -> None:
     assert (refused.status_code, renewed.status_code) == (400, 200)
     assert operator.key != old
     assert operator.complete()
+
+
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.linear(x)
+"""
+NET_HANDLER = """
+import torch
+from ts.torch_handler.base_handler import BaseHandler
+
+
+class NetHandler(BaseHandler):
+    def preprocess(self, data):
+        return torch.tensor([row["body"] for row in data], dtype=torch.float32)
+
+    def postprocess(self, output):
+        return output.tolist()
+"""
+WRITE_NET = f"import sys; sys.path[:0] = ['.', {str(TORCH)!r}]; import torch; from net import Net; m = Net(); "
+WRITE_NET += "torch.save(m.state_dict(), 'net.pt'); print(m(torch.ones(1, 4)).tolist()[0])"
+
+
+@pytest.mark.skipif(not TORCH.exists(), reason="no torch is in .venv-train: scripts/train_draft --help installs it")
+def test_a_pytorch_model_and_ours_serve_scale_and_are_registered_beside_each_other(
+    operator: Operator, store: Path, foreign_python: Path, tmp_path: Path
+) -> None:
+    [site_packages] = foreign_python.parents[1].glob("lib/python*/site-packages")
+    (site_packages / "torch.pth").write_text(str(TORCH))
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "handler.py").write_text(NET_HANDLER)
+    written = subprocess.run(
+        [sys.executable, "-c", WRITE_NET], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    archiver = Path(sys.executable).with_name("torch-model-archiver")
+    named = ["--model-name", "net", "--version", "1.0", "--model-file", "net.py", "--serialized-file", "net.pt"]
+    command: list[str | Path] = [archiver, *named, "--handler", "handler.py", "--export-path", store, "--force"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    text, url = operator.complete(), f"http://127.0.0.1:{operator.port}/predictions/net"
+
+    def net() -> list[float]:
+        answer = requests.post(url, json=[1, 1, 1, 1], headers=operator.authorization(), timeout=PATIENCE_SECONDS)
+        return [float(number) for number in answer.json()]
+
+    operator.register("net.mar")
+    assert net() == pytest.approx(json.loads(written.stdout))
+    assert operator.manage("PUT", "/models/net?min_worker=2&synchronous=true").ok
+    operator.scale(0)
+    assert net() == pytest.approx(json.loads(written.stdout))
+    operator.scale(1)
+    assert operator.complete() == text
+    assert operator.manage("DELETE", "/models/net").ok
+    assert operator.complete() == text
+    (site_packages / "torch.pth").unlink()
 
 
 @needs_nginx

@@ -24,6 +24,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "model.yaml"
     speculation = {"gamma": 2, "corpus": ["docs.txt", "/srv/docs.txt", "~/docs.txt"]}
     handler = {"model_id": "m", "target": {"path": "mine.gguf"}, "trace": "traces", "speculation": speculation}
+    handler["models_directory"] = "models"
     path.write_text(yaml.safe_dump({"batchSize": 12, "continuousBatching": True, "handler": handler}))
     return path
 
@@ -35,6 +36,7 @@ def test_the_archives_yaml_has_absolute_paths_of_the_operators_files_and_checksu
     target = {"path": str(here / "mine.gguf"), "sha256": hashlib.sha256(b"weights").hexdigest()}
     speculation = {"gamma": 2, "corpus": corpus}
     expected["handler"] |= {"target": target, "trace": str(here / "traces"), "speculation": speculation}
+    expected["handler"]["models_directory"] = str(here / "models")
     assert prepared_document(config) == expected
     assert prepared_handler(config).trace == here / "traces"
 

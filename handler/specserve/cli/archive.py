@@ -47,6 +47,8 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
     if config.trace:
         handler["trace"] = absolute(config.trace)
+    if config.models_directory:
+        handler["models_directory"] = absolute(config.models_directory)
     if corpus := config.speculation.corpus:
         handler["speculation"] = {**handler["speculation"], "corpus": [absolute(path) for path in corpus]}
     return {**document, "handler": handler}

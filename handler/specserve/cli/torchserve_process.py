@@ -77,13 +77,13 @@ def properties(state: State, name: str, *, host: str = LOOPBACK, with_tokens: bo
     """Return config/config.properties followed by this server's own settings; the last value of a key counts."""
     own = {
         **{f"{api}_address": f"http://{LOOPBACK}:{state.ports[api]}" for api in _APIS[:3]},
+        # Whoever reaches the other APIs can run code, or read who uses the server.
+        "inference_address": f"http://{host}:{state.port}",
         **{f"{api}_port": str(state.ports[api]) for api in _APIS[3:]},
         "model_store": str(state.model_store),
         "load_models": f"{name}.mar",
         "disable_token_authorization": str(not with_tokens).lower(),
     }
-    # Whoever reaches the other APIs can run code, or read who uses the server.
-    own["inference_address"] = f"http://{host}:{state.port}"
     if not with_tokens:
         if host != LOOPBACK:
             raise ConfigError(f"--host {host}: needs keys, so leave --no-auth out.")

@@ -76,8 +76,9 @@ def load_models(config: HandlerConfig) -> Models:
     check_weights([target_file], free_memory())
     with _or_no_draft():
         if config.draft:
-            draft_file = find(config.draft, config)
-            check_weights([target_file, draft_file], free_memory())
+            found = find(config.draft, config)
+            check_weights([target_file, found], free_memory())
+            draft_file = found
     in_use = kernels.use(config.kernels)
     logger.info("specserve: %s", in_use.sentence)
     draft_model = None

@@ -37,8 +37,10 @@ def merge(source: Path, adapter: Path, target: Path) -> None:
         raise ModelLoadError(f"{adapter}: is no LoRA for a model of the architecture {architecture}.")
     changed = _changed(base, lora, f"{adapter}: does not fit {source.name}")
     writer = GGUFWriter(target, architecture)
-    own = [field for field in base.fields.values() if not field.name.startswith(_WRITTEN)]
-    for field in (*own, *(lora.fields[key] for key in (MASK_TOKEN, BLOCK_LENGTH) if key in lora.fields)):
+    fields = {name: field for name, field in base.fields.items() if not name.startswith(_WRITTEN)}
+    for field in (
+        fields | {key: lora.fields[key] for key in (MASK_TOKEN, BLOCK_LENGTH) if key in lora.fields}
+    ).values():
         kind, *of = field.types
         writer.add_key_value(field.name, field.contents(), kind, of[-1] if of else None)
     writer.add_file_type(LlamaFileType.MOSTLY_F16)

@@ -18,8 +18,8 @@ def find(model: ModelConfig, config: HandlerConfig) -> Path:
     """
     if model.path is None:
         raise ModelLoadError(f"{model.hub}: the configuration has no path of this file; build it with scripts/archive.")
-    named, own = model.path.expanduser(), config.models_directory
-    places = [directory / named.name for directory in (own and own.expanduser(), files.models_directory()) if directory]
+    named = model.path.expanduser()
+    places = [place / named.name for place in (config.models_directory, files.models_directory()) if place]
     if named.is_absolute():
         places.insert(0, named)
     # A directory may be closed to this user.
@@ -44,4 +44,4 @@ def _fetched(source: ModelConfig) -> Path:
 
         return models.prepared(source, models.fetch(source, Path()), Path())
     except (EnvironmentFailure, ImportError) as error:
-        raise ModelLoadError(f"{source.hub}: cannot be fetched: {error}.") from error
+        raise ModelLoadError(f"{source.hub}: cannot be fetched: {str(error).rstrip('.')}.") from error

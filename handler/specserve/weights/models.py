@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def prepare(config_file: Path) -> dict[str, Path]:
         ModelLoadError: a file cannot be requantised.
     """
     # All downloads first: they are what may fail.
-    sources = {role: fetch(model, config_file) for role, model in models(config_file).items()}
-    return {role: prepared(model, sources[role], config_file) for role, model in models(config_file).items()}
+    sources = {role: (model, fetch(model, config_file)) for role, model in models(config_file).items()}
+    return {role: prepared(model, source, config_file) for role, (model, source) in sources.items()}
 
 
 def models(config_file: Path) -> dict[str, ModelConfig]:
@@ -145,31 +146,33 @@ def _is_newer(path: Path, source: Path) -> bool:
     return path.is_file() and path.stat().st_mtime >= source.stat().st_mtime
 
 
-def _write_merged(source: Path, adapter: Path, target: Path) -> None:
-    # Half a second that only an adapter is worth.
-    from specserve.weights.adapter import merge  # noqa: PLC0415
-
+@contextmanager
+def _being_written(target: Path, what: str) -> Iterator[Path]:
+    """Yield the file that takes the place of `target` at the end, unless something raises; show `what` meanwhile."""
     written = target.with_name(f"{target.name}.partial")
     try:
-        with Console(stderr=True).status(f"adding {adapter.name} to {source.name}"):
-            merge(source, adapter, written)
+        with Console(stderr=True).status(what):
+            yield written
         written.replace(target)
     finally:
         written.unlink(missing_ok=True)
 
 
+def _write_merged(source: Path, adapter: Path, target: Path) -> None:
+    # Half a second that only an adapter is worth.
+    from specserve.weights.adapter import merge  # noqa: PLC0415
+
+    with _being_written(target, f"adding {adapter.name} to {source.name}") as written:
+        merge(source, adapter, written)
+
+
 def _write_requantised(source: Path, target: Path) -> None:
-    written = target.with_name(f"{target.name}.partial")
-    try:
-        with Console(stderr=True).status(f"requantising {source.name} to Q4_0"):
-            command = [sys.executable, "-c", _REQUANTISE, str(source), str(written)]
-            outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    with _being_written(target, f"requantising {source.name} to Q4_0") as written:
+        command = [sys.executable, "-c", _REQUANTISE, str(source), str(written)]
+        outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if outcome.returncode:
             reasons = [line.strip() for line in outcome.stderr.splitlines() if "failed" in line]
             raise ModelLoadError(
                 f"{source}: cannot be requantised to Q4_0 ({(reasons or ['llama.cpp refused'])[-1]}); "
                 "check that it is a complete GGUF file, or remove `requantise:`."
             )
-        written.replace(target)
-    finally:
-        written.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +77,9 @@ def _siblings(core: int) -> str:
 
 def quota() -> float | None:
     """Return the time that cgroups grant this process, in cores; None if they grant all."""
-    limits = map(str.split, _cgroup_files("cpu.max"))
-    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
+    files = chain(_cgroup_files("", "cpu.max"), _cgroup_files("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    limits = map(str.split, files)
+    return min((int(time) / int(period) for time, period in limits if time not in {"max", "-1"}), default=None)
 
 
 def free_memory() -> int:
@@ -86,21 +88,29 @@ def free_memory() -> int:
     Pages of files count as free, since the kernel drops them first.
     """
     free = [psutil.virtual_memory().available]
-    for text in _cgroup_files("memory.max", "memory.current", "memory.stat"):
+    second = _cgroup_files("", "memory.max", "memory.current", "memory.stat")
+    first = _cgroup_files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    for text in chain(second, first):
         limit, used, *words = text.split()
         statistics = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-        files = statistics.get("active_file", 0) + statistics.get("inactive_file", 0)
+        # Version 1 counts the groups below under names of their own.
+        pages = (statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in ("active_file", "inactive_file"))
         if limit != "max":
-            free.append(int(limit) - int(used) + files)
+            free.append(int(limit) - int(used) + sum(pages))
     return max(0, min(free))
 
 
-def _cgroup_files(*names: str) -> Iterator[str]:
-    """Yield the joined text of these files for the process's own control group (cgroup, version 2) and those above."""
+def _cgroup_files(controller: str, *names: str) -> Iterator[str]:
+    """Yield the joined text of these files for the process's own control group (cgroup) and those above.
+
+    `controller` is empty in version 2, which has one hierarchy; in version 1 each has its own.
+    """
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        group = Path(next(line.removeprefix("0::/") for line in lines if line.startswith("0::/")))
+        entries = (line.split(":", 2) for line in lines)
+        group = Path(next(path.lstrip("/") for _, owners, path in entries if controller in owners.split(",")))
         # In a container the path is the host's, and the container's own group is mounted as the root.
         for directory in (group, *group.parents):
             with suppress(OSError, ValueError):
-                yield " ".join((_CGROUPS / directory / name).read_text(encoding="ascii") for name in names)
+                files = (_CGROUPS / controller / directory / name for name in names)
+                yield " ".join(file.read_text(encoding="ascii") for file in files)

@@ -1,8 +1,11 @@
 """`scripts/doctor`: what its checks report, and when they advise a change."""
 
 import json
+import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,20 @@ from server import tiny
 from specserve.cli.doctor import check_costs, check_software, check_torchserve
 
 PROJECT = Path(__file__).parents[2]
-TOPICS = ["machine", "software", "kernels", "repeating", "pair", "costs"]
+CGROUPS = Path("/sys/fs/cgroup")
+# What a worker does at its start.
+START = """
+import sys
+from pathlib import Path
+from specserve.cli.archive import prepared_handler
+from specserve.core.loading import load_models
+from specserve.errors import ModelLoadError
+try:
+    load_models(prepared_handler(Path(sys.argv[1])))
+except ModelLoadError as error:
+    print(error)
+"""
+TOPICS = ["cores", "software", "kernels", "memory", "repeating", "pair", "costs"]
 
 
 def test_every_check_reports_a_finding() -> None:
@@ -23,7 +39,34 @@ def test_every_check_reports_a_finding() -> None:
     assert list(found) == TOPICS
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
-    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"machine", "costs"})
+    assert all(found[topic]["well"] for topic in TOPICS if topic not in {"cores", "costs"})
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A cgroup that has less memory than any worker takes."""
+    own = re.findall(r"^\d+:memory:/(.*)", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    parent, limit = (CGROUPS / "memory" / own[0], "memory.limit_in_bytes") if own else (CGROUPS, "memory.max")
+    group = parent / f"specserve-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here ({error}): run this as root, outside of a container")
+    (group / limit).write_text(str(400 * 2**20))
+    yield group
+    group.rmdir()
+
+
+def test_where_memory_is_limited_doctor_and_a_start_say_the_same_and_nothing_is_killed(small_group: Path) -> None:
+    def said(*command: str) -> str:
+        enter = ["sh", "-c", f'echo $$ >{small_group}/cgroup.procs && exec "$@"', "sh", *command]
+        return subprocess.run(enter, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False).stdout
+
+    # What is free changes from one to the other.
+    sentence = r"([\w-]+\.\w+: no memory: the weights take .*), but [34]\d\d MiB are free; (.*)"
+    doctor = re.findall(sentence, said("scripts/doctor", "--config", str(tiny())))
+    assert doctor
+    assert re.findall(sentence, said(sys.executable, "-c", START, str(tiny()))) == doctor
 
 
 def test_check_software_finds_a_java_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

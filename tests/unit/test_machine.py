@@ -65,29 +65,43 @@ def test_cores_are_configured_as_linux_writes_them_as_a_list_or_a_number() -> No
 
 # In a container the path is the host's, and the container's group is the root.
 @pytest.fixture(params=[GROUP, "system.slice", ""])
-def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The process's own cgroup or one above, on a machine with 8 GiB available."""
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The process's own cgroup or one above, of version 2 and 1, on a machine with 8 GiB available."""
     read = Path.read_text
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    own = {Path("/proc/self/cgroup"): f"0::/{GROUP}\n"}
+    own = {Path("/proc/self/cgroup"): f"4:memory:/{GROUP}\n1:cpu,cpuacct:/{GROUP}\n0::/{GROUP}\n"}
     monkeypatch.setattr(Path, "read_text", lambda self, **options: own.get(self) or read(self, **options))
-    directory: Path = tmp_path / request.param
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    for controller in ("", "cpu", "memory"):
+        (tmp_path / controller / request.param).mkdir(parents=True, exist_ok=True)
+    return str(request.param)
 
 
-def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(group: Path) -> None:
-    for granted, expected in (("max", None), ("150000", 1.5)):
-        (group / "cpu.max").write_text(f"{granted} 100000\n")
+def test_quota_is_that_of_the_process_s_own_cgroup_or_of_one_above(group: str, tmp_path: Path) -> None:
+    assert quota() is None
+    first, second = tmp_path / group, tmp_path / "cpu" / group
+    (second / "cpu.cfs_period_us").write_text("100000\n")
+    for granted, expected in (("-1", None), ("150000", 1.5)):
+        (second / "cpu.cfs_quota_us").write_text(f"{granted}\n")
+        assert quota() == expected
+    for granted, expected in (("max", 1.5), ("50000", 0.5)):
+        (first / "cpu.max").write_text(f"{granted} 100000\n")
         assert quota() == expected
 
 
-def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(group: Path) -> None:
+def test_a_limit_of_a_cgroup_counts_without_its_pages_of_files(group: str, tmp_path: Path) -> None:
     assert free_memory() == 8 * GIB
-    capped, exceeded = (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2), (GIB, 2 * GIB, 0, 0)
-    for limit, used, cached, free in (("max", GIB, 0, 8 * GIB), capped, exceeded):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text(f"{used}\n")
-        (group / "memory.stat").write_text(f"active_file {cached}\ninactive_file {cached}\nother 9\n")
-        assert free_memory() == free
+    versions = (
+        (tmp_path / group, ("memory.max", "memory.current"), "", "max"),
+        (tmp_path / "memory" / group, ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_", 2**63 - 4096),
+    )
+    for directory, names, prefix, unlimited in versions:
+        capped, exceeded = (4 * GIB, 3 * GIB, GIB // 4, GIB + GIB // 2), (GIB, 2 * GIB, 0, 0)
+        for limit, used, cached, free in (capped, exceeded, (unlimited, GIB, 0, 8 * GIB)):
+            for name, value in zip(names, (limit, used), strict=True):
+                (directory / name).write_text(f"{value}\n")
+            # In version 1 names without a prefix leave out the groups below.
+            own = "active_file 9\ninactive_file 9\n"
+            counted = f"{prefix}active_file {cached}\n{prefix}inactive_file {cached}\n"
+            (directory / "memory.stat").write_text(f"{own}{counted}other 9\n")
+            assert free_memory() == free

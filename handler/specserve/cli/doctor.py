@@ -18,9 +18,11 @@ from rich.console import Console
 import specserve
 from specserve.cli import torchserve_process
 from specserve.config import HandlerConfig, load_yaml
+from specserve.core.pool import check_weights, fitted, loaded_bytes
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.errors import ModelLoadError
 from specserve.machine import free_memory, usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.measure import measure
@@ -31,8 +33,6 @@ from specserve.weights.models import prepare
 _CONTEXT_LENGTH, _MAX_ROWS = 512, 64
 # Tokens in the KV cache of the passes whose costs are shown.
 KV_LEN = 64
-# Free memory that the weights need, as a multiple of their files.
-_MEMORY_FACTOR = 1.5
 # Share of a target's step above which a draft's step hardly pays.
 _MAX_DRAFT_SHARE = 0.5
 # What a TorchServe with other models needs in its config.properties, and why; numbers are the least.
@@ -57,13 +57,23 @@ class Finding:
 def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Finding]:
     """Yield all findings, those of the fast checks first."""
     threads = usable_cores(handler.cores, handler.threads).threads
-    yield check_machine(handler.threads or threads, prepared)
+    yield check_cores(handler.threads or threads)
     yield check_software()
     yield check_kernels(handler.kernels, threads)
     with ExitStack() as stack:
+        try:
+            check_weights([*prepared.values()], free_memory())
+            models = {name: stack.enter_context(closing(LlamaModel(path))) for name, path in prepared.items()}
+            model, draft_model = models["target"], models.get("draft")
+            fit = fitted(handler, model, draft_model, free_memory())
+        except ModelLoadError as error:
+            yield Finding("memory", str(error), well=False)
+            return
+        taken = loaded_bytes(fit, model, draft_model)
+        sentence = f"A worker takes {taken / 2**20:,.0f} MiB at most, with a KV cache of {fit.cache_tokens} tokens."
+        yield Finding("memory", sentence, facts={"bytes": taken, "cache_tokens": fit.cache_tokens})
 
-        def loaded(path: Path) -> tuple[LlamaModel, LlamaEngine]:
-            model = stack.enter_context(closing(LlamaModel(path)))
+        def engine(model: LlamaModel) -> LlamaEngine:
             engine = LlamaEngine(
                 model,
                 n_slots=1,
@@ -72,31 +82,24 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
                 max_rows=_MAX_ROWS,
                 max_logits=_MAX_ROWS,
             )
-            return model, stack.enter_context(closing(engine))
+            return stack.enter_context(closing(engine))
 
-        model, target = loaded(prepared["target"])
+        target = engine(model)
         yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
-        if "draft" in prepared:
-            draft_model, draft = loaded(prepared["draft"])
+        if draft_model:
             check_same_vocabulary(model, draft_model)
             yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-            draft_cost = PassCosts(measure(draft))
+            draft_cost = PassCosts(measure(engine(draft_model)))
         yield check_costs(target_cost, draft_cost)
 
 
-def check_machine(threads: int, prepared: dict[str, Path]) -> Finding:
-    """Compare the threads with the cores, and the weights with the free memory."""
-    needed = sum(path.stat().st_size for path in prepared.values())
-    free, cores = free_memory(), usable_cores().threads
-    found = f"{cores} cores may be used, {threads} threads compute; {free / 1e6:,.0f} MB of memory are free"
-    facts = {"cores": cores, "threads": threads, "available_bytes": free}
-    advice = ""
-    if threads > cores:
-        advice = f": set `threads` to {cores} or leave it out"
-    elif free < _MEMORY_FACTOR * needed:
-        advice = f"; the weights take {needed / 1e6:,.0f} MB: free some, or choose smaller models"
-    return Finding("machine", f"{found}{advice}.", not advice, facts)
+def check_cores(threads: int) -> Finding:
+    """Compare the threads with the cores."""
+    cores = usable_cores().threads
+    advice = f": set `threads` to {cores} or leave it out" * (threads > cores)
+    sentence = f"{cores} cores may be used, {threads} threads compute{advice}."
+    return Finding("cores", sentence, not advice, {"cores": cores, "threads": threads})
 
 
 def check_torchserve(file: Path) -> Finding:

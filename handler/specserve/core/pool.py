@@ -28,14 +28,16 @@ _STEPS = 16
 
 
 def check_weights(files: Sequence[Path], free: int) -> None:
-    """Raise ModelLoadError where these models, which are to be loaded, do not fit into `free` bytes of memory."""
-    weights = sum(file.stat().st_size for file in files)
-    if weights + _REST > free:
-        names = " and ".join(file.name for file in files)
-        raise ModelLoadError(
-            f"{names}: no memory: the weights take {_mib(weights)} and the rest of the worker {_mib(_REST)}, but "
-            f"{_mib(free)} are free; give the worker more memory, or choose a smaller model."
-        )
+    """Raise ModelLoadError at the first of these models that does not fit into `free` bytes beside those before it."""
+    weights = 0
+    for count, file in enumerate(files, 1):
+        weights += file.stat().st_size
+        if weights + _REST > free:
+            names = " and ".join(file.name for file in files[:count])
+            raise ModelLoadError(
+                f"{names}: no memory: the weights take {_mib(weights)} and the rest of the worker {_mib(_REST)}, but "
+                f"{_mib(free)} are free; give the worker more memory, or choose a smaller model."
+            )
 
 
 def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:

@@ -167,12 +167,21 @@ WRITE_NET = f"import sys; sys.path[:0] = ['.', {str(TORCH)!r}]; import torch; fr
 WRITE_NET += "torch.save(m.state_dict(), 'net.pt'); print(m(torch.ones(1, 4)).tolist()[0])"
 
 
-@pytest.mark.skipif(not TORCH.exists(), reason="no torch is in .venv-train: scripts/train_draft --help installs it")
-def test_a_pytorch_model_and_ours_serve_scale_and_are_registered_beside_each_other(
-    operator: Operator, store: Path, foreign_python: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def _torch(foreign_python: Path) -> Iterator[None]:
+    """The operator's environment has torch; other tests want it without."""
     [site_packages] = foreign_python.parents[1].glob("lib/python*/site-packages")
-    (site_packages / "torch.pth").write_text(str(TORCH))
+    added = site_packages / "torch.pth"
+    added.write_text(str(TORCH))
+    yield
+    added.unlink()
+
+
+@pytest.mark.skipif(not TORCH.exists(), reason="no torch is in .venv-train: scripts/train_draft --help installs it")
+@pytest.mark.usefixtures("_torch")
+def test_a_pytorch_model_and_ours_serve_scale_and_are_registered_beside_each_other(
+    operator: Operator, store: Path, tmp_path: Path
+) -> None:
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "handler.py").write_text(NET_HANDLER)
     written = subprocess.run(
@@ -197,7 +206,6 @@ def test_a_pytorch_model_and_ours_serve_scale_and_are_registered_beside_each_oth
     assert operator.complete() == text
     assert operator.manage("DELETE", "/models/net").ok
     assert operator.complete() == text
-    (site_packages / "torch.pth").unlink()
 
 
 @needs_nginx

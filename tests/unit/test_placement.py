@@ -129,18 +129,18 @@ def test_busy_workers_of_one_user_never_share_a_core(tmp_path: Path) -> None:
     assert all(len(worker.part((2, 3))) == 1 for worker in workers)
     sleep(placement_module._BUSY_SECONDS + 0.2)
     assert workers[1].part(cores) == cores
-
-
-def test_workers_go_on_alone_where_their_directory_was_deleted_and_forget_those_of_yesterday(tmp_path: Path) -> None:
-    first = Workers((0, 1), tmp_path)
-    first.part((0, 1))
+    # The next one to start removes what it left.
     [directory] = tmp_path.iterdir()
-    [file] = directory.iterdir()
-    os.utime(file, (0, 0))
-    second = Workers((0, 1), tmp_path)
-    assert len(list(directory.iterdir())) == 1
+    assert len(list(directory.iterdir())) == 4
+    workers.append(Workers(cores, tmp_path))
+    assert {*directory.iterdir()} == {worker._file for worker in workers}
+
+
+def test_workers_go_on_alone_where_their_directory_was_deleted(tmp_path: Path) -> None:
+    worker = Workers((0, 1), tmp_path)
+    [directory] = tmp_path.iterdir()
     shutil.rmtree(directory)
-    assert second.part((0, 1)) == (0, 1)
+    assert worker.part((0, 1)) == (0, 1)
     most = tuple(range(512))
     for cores in (most, (*most[:-1], 600), most):
         Workers(cores, tmp_path)

@@ -10,6 +10,7 @@ If that is one core, threads on the others assist: they help while they get thei
 """
 
 import errno
+import fcntl
 import hashlib
 import logging
 import math
@@ -43,8 +44,8 @@ _NEGLIGIBLE = 0.1
 _MIN_BUSY_SHARE = 0.5
 # The minimum time that a thread has to have wanted its core for between two looks, to tell its share.
 _MIN_WANTED_NANOSECONDS = 10_000_000
-# After a round began a worker counts as busy for so long; the file of one that has not computed for so long is deleted.
-_BUSY_SECONDS, _FORGOTTEN_SECONDS = 1.0, 86_400.0
+# After a round began a worker counts as busy for so long.
+_BUSY_SECONDS = 1.0
 
 
 class Usage(NamedTuple):
@@ -116,11 +117,13 @@ class Workers:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise OSError(errno.EPERM, "it is not a directory of this user's alone", str(directory))
         for left in directory.iterdir():
-            with suppress(OSError):  # others may be clearing up, too
-                if abs(time() - left.lstat().st_mtime) > _FORGOTTEN_SECONDS:
-                    left.unlink()
+            # A worker that runs holds a lock; others may be clearing up, too.
+            with suppress(OSError), left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+        # Never closed, so that the lock lasts as long as the process.
         descriptor, name = tempfile.mkstemp(dir=directory)
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._file = Path(name)
         os.utime(self._file, (0, 0))  # nothing has been computed
 

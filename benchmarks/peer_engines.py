@@ -94,20 +94,24 @@ def run_logged(command: list[str | Path], log: Path, *, cwd: Path | None = None)
         raise EnvironmentFailure(f"{Path(command[0]).name} {command[1]} failed; see {log}.")
 
 
+def entries(lock: Path) -> list[str]:
+    """A lock file's packages, with their hashes."""
+    return [entry for entry in re.split(r"\n(?! )", lock.read_text(encoding="utf-8")) if re.match(r"[\w-]+==", entry)]
+
+
 def locked(package: str) -> str:
-    """A package's entry in the lock file, with its hashes."""
-    entries = re.split(r"\n(?! )", LOCK.read_text(encoding="utf-8"))
-    return next(entry for entry in entries if entry.startswith(f"{package}=="))
+    """A package's entry in the lock file of the peers."""
+    return next(entry for entry in entries(LOCK) if entry.startswith(f"{package}=="))
 
 
-def unpack(package: str) -> Path:
-    """The directory that has a package's sources in `package`; they are fetched the first time.
+def unpack(entry: str) -> Path:
+    """The directory that has the sources of a lock file's package in `package`; they are fetched the first time.
 
     Raises:
         EnvironmentFailure: they cannot be fetched.
     """
-    entry = locked(package)
-    home = PEERS / entry.split()[0].replace("==", "-")
+    package = entry.partition("==")[0]
+    home = PEERS / entry.split(maxsplit=1)[0].replace("==", "-")
     with files.locked(home / ".lock", f"{package} is being fetched"):
         if not (home / "package").is_dir():
             (home / "requirement.txt").write_text(entry, encoding="utf-8")
@@ -140,13 +144,13 @@ def build(home: Path, source: Path, options: dict[str, str]) -> Path:
 
 def build_llama() -> Path:
     """`build` llama.cpp as llama-cpp-python pins it."""
-    home = unpack(LLAMA)
+    home = unpack(locked(LLAMA))
     return build(home, home / "package" / "vendor" / "llama.cpp", LLAMA_BUILD)
 
 
 def build_ik() -> Path:
     """`build` ik_llama.cpp."""
-    home = unpack(IK)
+    home = unpack(locked(IK))
     source = home / "package" / "vendor" / "ik_llama.cpp"
     # The package lacks the script that writes this file from its template.
     info = source / "common" / "build-info.cpp"

@@ -1,7 +1,6 @@
-"""What handler/kernels/ggml_internals.h declares of ggml's internals is what the locked llama-cpp-python declares.
+"""What handler/kernels/ggml_internals.h declares of ggml's internals is what each verified llama-cpp-python declares.
 
-To move to another version: lock it and run this; if only `test_the_installed_version_is_verified` fails, add it to
-kVerified (CONTRIBUTING.md). If another fails, its message shows the declarations that have changed.
+`scripts/try_upgrade VERSION` runs this for another version; the message shows the declarations that have changed.
 """
 
 import importlib.metadata
@@ -19,6 +18,7 @@ from planted import INCLUDE, SOURCES
 pytestmark = needs_kernels
 
 HEADER = SOURCES / "ggml_internals.h"
+VERIFIED = peer_engines.LOCK.with_name("verified.txt")
 FIELDS = {
     "ggml_backend_buffer_type_i": "get_name alloc_buffer get_alignment get_max_size get_alloc_size is_host",
     "ggml_backend_buffer_type": "iface device context",
@@ -76,23 +76,24 @@ def ours(directory: Path, text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What ggml's own headers declare, of the sources that the lock files pin; they are downloaded once."""
-    home = peer_engines.unpack(peer_engines.LLAMA)
-    assert home.name == f"llama-cpp-python-{importlib.metadata.version('llama-cpp-python')}"
-    ggml = home / "package" / "vendor" / "llama.cpp" / "ggml"
-    include = [ggml / "include", ggml / "src", ggml / "src" / "ggml-cpu"]
-    headers = ["ggml-backend-impl.h", "ggml-cpu-impl.h", "traits.h"]
-    return description(headers, include, tmp_path_factory.mktemp("theirs"))
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What ggml's own headers declare, by version, of the sources that are locked; they are downloaded once."""
+    found = {}
+    for entry in (peer_engines.locked(peer_engines.LLAMA), *peer_engines.entries(VERIFIED)):
+        ggml = peer_engines.unpack(entry) / "package" / "vendor" / "llama.cpp" / "ggml"
+        include = [ggml / "include", ggml / "src", ggml / "src" / "ggml-cpu"]
+        headers = ["ggml-backend-impl.h", "ggml-cpu-impl.h", "traits.h"]
+        version = entry.split(maxsplit=1)[0].partition("==")[2]
+        found[version] = description(headers, include, tmp_path_factory.mktemp("theirs"))
+    return found
 
 
-def test_every_declaration_is_that_of_the_locked_version(theirs: list[str], tmp_path: Path) -> None:
-    assert ours(tmp_path, HEADER.read_text()) == theirs
-
-
-def test_the_installed_version_is_verified() -> None:
+def test_every_declaration_is_that_of_each_verified_version(theirs: dict[str, list[str]], tmp_path: Path) -> None:
+    declared = ours(tmp_path, HEADER.read_text())
+    assert theirs == dict.fromkeys(theirs, declared)
     [line] = re.findall(r"kVerified\[\] = \{(.*)\};", HEADER.read_text())
-    assert f'"{importlib.metadata.version("llama-cpp-python")}"' in line
+    assert set(re.findall(r'"(.*?)"', line)) == set(theirs)
+    assert importlib.metadata.version("llama-cpp-python") in theirs
 
 
 CLEAR, RESET = "    void (*clear)(ggml_backend_buffer_t, uint8_t);\n", "    void (*reset)(ggml_backend_buffer_t);\n"
@@ -107,11 +108,11 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("difference", PLANTED)
-def test_a_planted_difference_is_found(difference: str, theirs: list[str], tmp_path: Path) -> None:
+def test_a_planted_difference_is_found(difference: str, theirs: dict[str, list[str]], tmp_path: Path) -> None:
     text = HEADER.read_text()
     right, wrong = PLANTED[difference]
     assert text.count(right) == 1
-    assert ours(tmp_path, text.replace(right, wrong)) != theirs
+    assert ours(tmp_path, text.replace(right, wrong)) not in theirs.values()
 
 
 def test_nothing_is_declared_that_is_not_compared() -> None:

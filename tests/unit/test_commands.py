@@ -15,7 +15,7 @@ from specserve.errors import ModelLoadError
 
 
 def test_every_script_calls_the_verb_of_its_name_which_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    for_developers = {"check", "test", "test_clients", "train_draft"}
+    for_developers = {"check", "test", "test_clients", "train_draft", "try_upgrade"}
     for path in (paths.PROJECT / "scripts").iterdir():
         if path.is_file() and not path.suffix and path.name not in for_developers:
             assert path.read_text().endswith(f'\nexec "$PYTHON" -m specserve.cli {path.name} "$@"\n')

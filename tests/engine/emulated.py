@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 
@@ -54,7 +55,7 @@ class EmulatedLibrary:
     """What kernel_trial calls of the library, by a program that qemu runs on one of its processors."""
 
     def __init__(self, program: Path, processor: str) -> None:
-        command = [QEMU, "-L", "/usr/aarch64-linux-gnu", "-cpu", processor, program]
+        command: list[str | Path] = [QEMU, "-L", "/usr/aarch64-linux-gnu", "-cpu", processor, program]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def close(self) -> None:
@@ -73,10 +74,8 @@ class EmulatedLibrary:
     def specserve_max_tile(self) -> int:
         return int(self._call(2)[0])
 
-    def specserve_run_product(
-        self, ours: bool, number: int, k: int, columns: int, weights: int, pieces: int, rows: int, x: int, threads: int,
-        repeats: int, out: int,
-    ) -> float:  # fmt: skip
+    def specserve_run_product(self, *arguments: Any) -> float:
+        ours, number, k, columns, weights, pieces, rows, x, threads, repeats, out = arguments
         length, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.specserve_format(number).decode().upper()]]
         inputs = [ctypes.string_at(weights, columns * k // length * size), ctypes.string_at(x, 4 * rows * k)]
         numbers = ours, number, k, columns, pieces, rows, threads, repeats
@@ -84,13 +83,11 @@ class EmulatedLibrary:
         ctypes.memmove(out, result, len(result))
         return seconds
 
-    def specserve_attend(
-        self, size: int, cells: int, key_heads: int, heads: int, rows: int, scale: float, queries: int, keys: int,
-        values: int, positions: int, mask: int, is_8_bit: bool, threads: int, out: int,
-    ) -> float:  # fmt: skip
+    def specserve_attend(self, *arguments: Any) -> float:
+        size, cells, key_heads, heads, rows, scale, *addresses, is_8_bit, threads, out = arguments
         in_cache, result_bytes = 4 * cells * key_heads * size, 4 * rows * heads * size
         sizes = (result_bytes, in_cache, in_cache, 4 * cells, 2 * rows * cells)
-        inputs = list(map(ctypes.string_at, (queries, keys, values, positions, mask), sizes))
+        inputs = list(map(ctypes.string_at, addresses, sizes))
         numbers = size, cells, key_heads, heads, rows, is_8_bit, threads
         came, result = self._call(4, *numbers, scale=scale, inputs=inputs, output=result_bytes)
         ctypes.memmove(out, result, len(result))
@@ -106,7 +103,8 @@ class EmulatedLibrary:
         buffers = (inputs or []) + [b""] * (5 - len(inputs or [])) + [bytes(output)]
         padded = (*numbers, *[0] * (8 - len(numbers)))
         call = struct.pack("=if8q6q", what, scale, *padded, *map(len, buffers))
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(call + b"".join(buffers))
         self._process.stdin.flush()
         answer = self._process.stdout.read(8 + output)

@@ -11,11 +11,12 @@ int specserve_max_tile();
 double specserve_run_product(int, int, int64_t, int64_t, const uint8_t *, int, int64_t, const float *, int, int, float *);
 int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, float, const float *, const float *, const float *,
                      const int32_t *, const uint16_t *, int, int, float *);
+double dot_peak(int, const char *);  // of benchmarks/roof.cpp
 }
 
 namespace {
 
-enum What : int32_t { kUse, kFormat, kMaxTile, kProduct, kAttend };
+enum What : int32_t { kUse, kFormat, kMaxTile, kProduct, kAttend, kDotPeak };
 
 struct Call {
     int32_t what;
@@ -56,6 +57,7 @@ int main() {
                                           floats(1), floats(2), static_cast<const int32_t *>(at(3)),
                                           static_cast<const uint16_t *>(at(4)), integer(5), integer(6), floats(5));
                 break;
+            case kDotPeak: result = dot_peak(1, static_cast<const char *>(at(0))); break;
         }
         std::fwrite(&result, sizeof result, 1, stdout);
         std::fwrite(buffers[5].data(), 1, buffers[5].size(), stdout);

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 
 import peer_engines
+import roof
 from planted import SOURCES
 
 COMPILER, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
@@ -47,7 +48,7 @@ def build(directory: Path) -> Path:
     ]
     paths = [f"-Wl,-rpath,{library.parent}" for library in libraries]
     program = directory / "program"
-    run(COMPILER, "-std=c++20", Path(__file__).with_suffix(".cpp"), *libraries, *paths, "-o", program)
+    run(COMPILER, "-std=c++20", Path(__file__).with_suffix(".cpp"), roof.SOURCE, *libraries, *paths, "-o", program)
     return program
 
 
@@ -92,6 +93,9 @@ class EmulatedLibrary:
         came, result = self._call(4, *numbers, scale=scale, inputs=inputs, output=result_bytes)
         ctypes.memmove(out, result, len(result))
         return came
+
+    def dot_peak(self, variant: str) -> float:
+        return self._call(5, inputs=[variant.encode() + b"\0"])[0]
 
     def _text(self, what: int, *numbers: int, inputs: list[bytes] | None = None) -> bytes:
         return self._call(what, *numbers, inputs=inputs, output=16)[1].rstrip(b"\0")

@@ -119,3 +119,7 @@ def test_attention_is_as_on_x86() -> None:
 def test_the_trial_finds_nothing_wrong() -> None:
     for _ in variants():
         assert kernel_trial.wrong_results() == {}
+
+
+def test_every_variant_has_a_product_rate(emulated: EmulatedLibrary) -> None:
+    assert all(emulated.dot_peak(variant) > 0 for variant in kernel_products.SUPPORTED_VARIANTS)

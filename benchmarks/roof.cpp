@@ -4,7 +4,11 @@
 // Each is the best of some short runs of all threads at once, since neighbours can only make a run slower. roof.py
 // builds this and calls it.
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -67,6 +71,22 @@ constexpr int64_t kReadBytes = int64_t{256} << 20;
 constexpr int64_t kAhead = 2048;  // bytes from a load to its prefetch
 
 // Reads `bytes` (a multiple of 256) from p on.
+#ifdef __aarch64__
+void read_all(const uint8_t * p, int64_t bytes) {
+    uint8x16_t sums[16] = {};
+    for (int64_t i = 0; i < bytes; i += 256) {
+        for (int line = 0; line < 4; line++) {
+            __builtin_prefetch(p + i + kAhead + 64 * line);
+        }
+        for (int part = 0; part < 16; part++) {
+            sums[part] = veorq_u8(sums[part], vld1q_u8(p + i + 16 * part));
+        }
+    }
+    for (const uint8x16_t & sum : sums) {
+        asm volatile("" : : "w"(sum));
+    }
+}
+#else
 __attribute__((target("avx2"))) void read_all(const uint8_t * p, int64_t bytes) {
     __m256i sums[8] = {};
     for (int64_t i = 0; i < bytes; i += 256) {
@@ -82,6 +102,7 @@ __attribute__((target("avx2"))) void read_all(const uint8_t * p, int64_t bytes) 
         asm volatile("" : : "x"(sum));  // used, so that no load is left out
     }
 }
+#endif
 
 // ---- products ----
 
@@ -95,6 +116,38 @@ constexpr int kSums = 12;
 
 // Each of these does kSteps x kSums instructions that multiply a register of weights by one of activations, and what
 // else their variant needs for it.
+
+#ifdef __aarch64__
+
+#define NEON_DOT(name, instructions, product)                                   \
+    __attribute__((target("arch=" instructions))) void name() {                 \
+        int32x4_t sums[kSums] = {};                                             \
+        for (int32x4_t & sum : sums) {                                          \
+            asm volatile("" : "+w"(sum));                                       \
+        }                                                                       \
+        int8x16_t weights = vdupq_n_s8(15);                                     \
+        int8x16_t activations = vdupq_n_s8(127);                                \
+        for (int64_t step = 0; step < kSteps; step++) {                         \
+            asm volatile("" : "+w"(weights), "+w"(activations));                \
+            _Pragma("GCC unroll 16") for (int32x4_t & sum : sums) {             \
+                sum = product;                                                  \
+            }                                                                   \
+        }                                                                       \
+        for (const int32x4_t & sum : sums) {                                    \
+            asm volatile("" : : "w"(sum));                                      \
+        }                                                                       \
+    }
+NEON_DOT(dot_i8mm, "armv8.2-a+i8mm", vmmlaq_s32(sum, weights, activations))
+NEON_DOT(dot_asimddp, "armv8.2-a+dotprod", vdotq_s32(sum, weights, activations))
+
+// Kept from being computed once for all sums.
+inline int16x8_t products(int8x16_t weights, int8x16_t activations) {
+    asm volatile("" : "+w"(activations));
+    return vmlal_high_s8(vmull_s8(vget_low_s8(weights), vget_low_s8(activations)), weights, activations);
+}
+NEON_DOT(dot_asimd, "armv8-a", vpadalq_s16(sum, products(weights, activations)))
+
+#else
 
 __attribute__((target("avx512f,avx512vnni"))) void dot_avx512_vnni() {
     __m512i sums[kSums] = {};
@@ -162,6 +215,8 @@ __attribute__((target("avx2"))) void dot_avx2() {
     }
 }
 
+#endif
+
 // The variants of our kernels: what their dot product is, and how many products it makes.
 struct Dot {
     const char * variant;
@@ -170,9 +225,15 @@ struct Dot {
 };
 
 constexpr Dot kDots[] = {
+#ifdef __aarch64__
+    {"i8mm", dot_i8mm, kSteps * kSums * 32},
+    {"asimddp", dot_asimddp, kSteps * kSums * 16},
+    {"asimd", dot_asimd, kSteps * kSums * 16},
+#else
     {"avx512_vnni", dot_avx512_vnni, kSteps * kSums * 64},
     {"avx_vnni", dot_avx_vnni, kSteps * kSums * 32},
     {"avx2", dot_avx2, kSteps * kSums * 32},
+#endif
 };
 
 }  // namespace

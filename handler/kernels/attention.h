@@ -8,7 +8,7 @@
 // blocks of kBlock:
 //
 // - Within a block all sums are of integers, and so exact in any order: 16-bit queries with 16-bit keys, 16-bit weights
-//   with 16-bit values, both by vpdpwssd, which multiplies twice as many numbers an instruction as a float FMA does.
+//   with 16-bit values, both by vpdpwssd or its like, which multiplies twice as many numbers an instruction as a float FMA does.
 // - The blocks of a chunk are added in their order, relative to the chunk's largest score. A chunk's result is a function
 //   of the row and of the chunk; chunks are computed by whatever threads, and added in their order.
 //
@@ -308,8 +308,7 @@ struct Reads {
         for (int64_t i = kBlock * part / parts; i < kBlock * (part + 1) / parts; i++) {
             const char * at = stored.at(key_head, std::max(cells[i], 0));
             for (int64_t byte = 0; byte < stored.bytes(); byte += 64) {
-                // GCC would drop a loop of _mm_prefetch, as if it did nothing.
-                __asm__ volatile("prefetcht1 %0" : : "m"(at[byte]));
+                ask_for(at + byte);
             }
         }
     }

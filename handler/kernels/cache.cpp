@@ -1,6 +1,7 @@
 #include "cache.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -20,7 +21,7 @@ void use_huge_pages(void * memory, size_t bytes) {
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
-    constexpr size_t page = 4096;
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const auto begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
     const auto end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
     if (end > begin) {

@@ -10,9 +10,10 @@
 //
 // A format is added as such a struct, and as a row of kFormats in product.h.
 //
-// Products are of unsigned by signed bytes. 4-bit weights are stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned
-// anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the activations, and every integer sum begins with
-// minus that, from Tile::sums. With VNNI (HAS_DOT) dot products of a sub-block have 32 bits, and become floats to be scaled.
+// Products are of unsigned by signed bytes; NEON's are of signed bytes, which these weights fit into, too. 4-bit weights are
+// stored as w + 8 (q4_0), w + 32 (q6_k) or are unsigned anyway (q4_k); what the shift adds is 8 (or 32) times the sum of the
+// activations, and every integer sum begins with minus that, from Tile::sums. With VNNI or NEON (HAS_DOT) dot products of a
+// sub-block have 32 bits, and become floats to be scaled.
 //
 // Without, vpmaddubsw adds two products, which fit into 16 bits for weights of up to 6 bits as they are stored. So do sums
 // of some pairs, since a sum may overflow on the way if what it ends with fits. A sub-block's sum is then multiplied by its
@@ -49,14 +50,27 @@ inline int32_t start_of_32(const int8_t * activations, int bias) {
 // compute so long between two lines that they have to be asked, and Intel's always (benchmarks/decisions/tried.md).
 constexpr int kFewRows = 2;
 constexpr int64_t kAhead = 24 << 10;  // bytes
+#ifdef __aarch64__
+constexpr bool kAsksForFewRows = false;  // not measured
+#else
 const bool kAsksForFewRows = __builtin_cpu_is("intel");
+#endif
+
+// GCC would drop a loop of __builtin_prefetch, as if it did nothing.
+inline void ask_for(const char * line) {
+#ifdef __aarch64__
+    __asm__ volatile("prfm pldl2keep, %0" : : "Q"(*line));
+#else
+    __asm__ volatile("prefetcht1 %0" : : "m"(*line));
+#endif
+}
+
 template <int rows, int64_t bytes> inline void prefetch(const uint8_t * from) {
     if (rows <= kFewRows && !kAsksForFewRows) {
         return;
     }
     for (int64_t i = 0; i < bytes; i += 64) {
-        // GCC would drop a loop of _mm_prefetch, as if it did nothing.
-        __asm__ volatile("prefetcht1 %0" : : "m"(from[kAhead + i]));
+        ask_for(reinterpret_cast<const char *>(from) + kAhead + i);
     }
 }
 

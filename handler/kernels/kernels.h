@@ -1,4 +1,4 @@
-// What the variants (AVX-512 VNNI, AVX-VNNI, AVX2) have in common: memory layouts, and the table of functions that each
+// What the variants (AVX-512 VNNI, AVX-VNNI, AVX2; NEON with i8mm, with dotprod, without) have in common: memory layouts, and the table of functions that each
 // variant provides.
 
 #pragma once
@@ -143,9 +143,13 @@ struct Kernels {
 
 inline int64_t Weights::panels() const { return (columns + kernels->lanes - 1) / kernels->lanes; }
 
-// Null where this build or this processor does not have the variant.
+// Null where this processor does not have the variant, whose name is a flag in /proc/cpuinfo. A library has those of x86-64
+// or those of aarch64.
 const Kernels * avx512_vnni();
 const Kernels * avx_vnni();
 const Kernels * avx2();
+const Kernels * i8mm();
+const Kernels * asimddp();
+const Kernels * asimd();
 
 }  // namespace specserve

@@ -5,6 +5,7 @@
 #include "library.h"
 
 #include <cstring>
+#include <initializer_list>
 #include <string_view>
 
 namespace specserve {
@@ -25,8 +26,15 @@ constexpr bool is_verified(std::string_view version) {
     return false;
 }
 
+#ifdef __aarch64__
+constexpr auto kVariants = {i8mm, asimddp, asimd};
+#else
+constexpr auto kVariants = {avx512_vnni, avx_vnni, avx2};
+#endif
+
 const Kernels * variant_named(const char * name) {
-    for (const Kernels * kernels : {avx512_vnni(), avx_vnni(), avx2()}) {
+    for (const auto variant : kVariants) {
+        const Kernels * kernels = variant();
         if (kernels != nullptr && (*name == '\0' || std::strcmp(name, kernels->name) == 0)) {
             return kernels;
         }

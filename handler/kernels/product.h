@@ -30,7 +30,7 @@ template <class F, typename Byte, typename Use> inline void for_blocks(int64_t b
         const int64_t count = std::min<int64_t>(F::group, blocks - first);
         Byte * side = panel;
         for (int64_t i = 0; i < count * F::side_bytes; i += 64) {
-            _mm_prefetch(reinterpret_cast<const char *>(side + i), _MM_HINT_T0);
+            __builtin_prefetch(side + i);
         }
         panel += count * F::side_bytes;
         for (int64_t i = 0; i < count; i++) {
@@ -81,7 +81,7 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
         sums[r] = zero();
         // Another thread has read what lies here: its copy is withdrawn while the sums are computed (8 rows of a 3B
         // take 46 ms so where cores share no cache, 47 without).
-        _m_prefetchw(out + r * stride + column);
+        __builtin_prefetch(out + r * stride + column, 1);
     }
     Activations x{tile.values, tile.scales, tile.sums};
     for_blocks<F>(w.k / F::length, w.data + panel * w.panel_bytes(), [&](const uint8_t * weights, const uint8_t * side) {

@@ -106,7 +106,8 @@ def cache_directory() -> Path:
 def processor() -> str:
     """Return the processor's name and features, by which measurements are kept."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "CPU part"))}))
+    names = "model name", "flags", "CPU implementer", "CPU part", "Features"  # the last three of ARM's processors
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
 class TorchServeKeys(BaseModel):

@@ -34,7 +34,7 @@ with suppress(Unusable):
     library().specserve_take(0)
 
 needs_kernels = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the kernels are for x86-64: run them on such a machine"
+    platform.machine() not in {"x86_64", "aarch64"}, reason="the kernels are for x86-64 and aarch64"
 )
 
 

@@ -12,7 +12,8 @@ from specserve.engine.kernel_library import checksum, library, loaded
 from specserve.errors import Unusable
 
 Mode = Literal["auto", "off"]
-VARIANTS = ("avx512_vnni", "avx_vnni", "avx2")
+# Of x86-64, then of aarch64; flags in /proc/cpuinfo have the same names.
+VARIANTS = ("avx512_vnni", "avx_vnni", "avx2", "i8mm", "asimddp", "asimd")
 
 
 class Kernels(NamedTuple):

@@ -32,7 +32,8 @@ _GGML = (
 
 def build(directory: Path) -> Path:
     """Build the library and a program that calls it; returns the program. ggml is built once, in two minutes."""
-    log, kernels, home = directory / "log", directory / "kernels", peer_engines.unpack(peer_engines.locked(peer_engines.LLAMA))
+    log, kernels = directory / "log", directory / "kernels"
+    home = peer_engines.unpack(peer_engines.locked(peer_engines.LLAMA))
     ggml = home / "aarch64"
 
     def run(*command: str | Path) -> None:

@@ -20,7 +20,7 @@ ALLOWED = {
     "engine": "errors sequence config machine private_file sampling.distribution",
     "sampling": "errors sequence",
     "grammar": "errors sequence engine.base",
-    "speculation": "errors sequence shares config private_file sampling engine.base engine.kv_cache",
+    "speculation": "errors sequence shares config machine private_file sampling engine.base engine.kv_cache",
     "observability": "errors config private_file sequence speculation.step",
     "weights": "errors config engine",
     "core": (

@@ -14,6 +14,7 @@ import pytest
 
 from measured_engine import MeasuredEngine
 from specserve.engine.base import FloatArray, Row
+from specserve.speculation import measure as module
 from specserve.speculation.costs import CostTable, PassCosts
 from specserve.speculation.measure import kv_lengths, measure, measured_costs
 
@@ -73,6 +74,8 @@ def test_lengths_are_those_that_a_slot_has_room_for() -> None:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
+    # Whatever else this machine does.
+    monkeypatch.setattr(module, "read_times", lambda: (0, 0))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(3_000_000))
     return file
@@ -112,6 +115,18 @@ def test_a_model_is_measured_again_when_anything_that_costs_depend_on_has_change
         assert start(model)[0] > 10
     assert len(cached_files(model)) == 7
     assert start(model)[0] == 0
+
+
+def test_a_table_that_was_measured_while_others_took_the_cores_is_not_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for waited, kept in ((300, 0), (20, 1)):
+        times = iter([(1000, 50), (1700, 50 + waited)])
+        monkeypatch.setattr(module, "read_times", lambda times=times: next(times))
+        assert start(model)[0] > 10
+        assert len(cached_files(model)) == kept
+        assert ("others took the cores for 30 % of that time" in caplog.text) == (not kept)
+        caplog.clear()
 
 
 def test_a_damaged_table_is_a_line_of_the_log_and_measured_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:

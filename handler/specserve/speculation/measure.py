@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine, Row
+from specserve.machine import read_times
 from specserve.private_file import open_private
 from specserve.speculation.costs import CostTable
 
@@ -32,6 +33,8 @@ _ROWS, _WIDE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32), (64, 128, 256)
 # KV cache lengths, in tokens, that passes are timed after, as far as a slot is long. After the longer one only these
 # numbers of rows are timed.
 _NEAR, _FAR, _FAR_ROWS = 64, 16_384, (1, 4, 8, 16, 64)
+# The share of the time in which threads waited for their cores above which a table is not kept.
+_DISTURBED = 0.1
 # Timings of up to eight rows; of more, fewer in proportion (benchmarks/decisions/tried.md).
 _TIMINGS = 8
 
@@ -54,11 +57,20 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
             logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
             return known
         logger.info("specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads)
-        started = perf_counter()
+        started, before = perf_counter(), read_times()
         table = measure(engine)
+        ran, waited = (now - then for now, then in zip(read_times(), before, strict=True))
         costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
         logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
-        _store(path, table, model)
+        if waited > _DISTURBED * (ran + waited):
+            share = 100 * waited / (ran + waited)
+            logger.warning(
+                "specserve: others took the cores for %.0f %% of that time: the next start measures %s again",
+                share,
+                model.name,
+            )
+        else:
+            _store(path, table, model)
         return table
     finally:
         if lock >= 0:

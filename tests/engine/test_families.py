@@ -1,4 +1,4 @@
-"""Requests have the same effects with a Qwen2 (BPE), a Llama (SentencePiece) and a GPT-2 pair."""
+"""Requests have the same effects with a Qwen2 (BPE), a Llama (SentencePiece), a GPT-2 and a Gemma 3 (window) pair."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_an_end_token_is_parsed_in_a_prompt_ends_the_output_and_has_no_text(pair
 
 
 def test_an_empty_prompt_becomes_the_bos_token(pair: Pair, architecture: str) -> None:
-    name = {"qwen2": b"<|endoftext|>", "llama": b"<s>", "gpt2": b"<|endoftext|>"}[architecture]
+    name = b"<s>" if architecture == "llama" else b"<|endoftext|>"
     plain = pair.complete("", max_tokens=30, temperature=0, speculation=PLAIN, **without_end_tokens(pair))
     [bos] = plain.sequence.prompt
     assert pair.vocabulary.token_text(bos) == name

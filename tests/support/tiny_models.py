@@ -16,7 +16,10 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 from numpy.typing import NDArray
 
-ARCHITECTURES = ("qwen2", "llama", "gpt2")
+ARCHITECTURES = ("qwen2", "llama", "gpt2", "gemma3")
+# Gemma 3 has Qwen2's tokeniser here; every other layer sees the last `WINDOW` tokens only.
+TOKENISERS = {name: "qwen2" if name == "gemma3" else name for name in ARCHITECTURES}
+WINDOW = 16
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
@@ -24,7 +27,7 @@ LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 SHARPNESS, DRIFT = 4.0, 0.075
 # Logit biases: of tokens that are hardly ever generated, of first bytes of a character, and of the end token.
 RARE_BIAS, FIRST_BYTE_BIAS, END_BIAS = -6.0, -1.0, 2.8
-END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>"}
+END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>", "gemma3": "<|im_end|>"}
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -72,16 +75,17 @@ class _Token(NamedTuple):
 def write_tiny(path: Path, architecture: str, role: str) -> None:
     """Write a model: a `target`, its `draft`, one that drafts a `block`, or an `other` with a different vocabulary."""
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
-    merges = _learn_merges(corpus, architecture)
-    bytewise = architecture != "llama"
-    tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
+    tokeniser = TOKENISERS[architecture]
+    merges = _learn_merges(corpus, tokeniser)
+    bytewise = tokeniser != "llama"
+    tokens = _byte_pairs(merges, tokeniser) if bytewise else _sentence_pieces(corpus, merges)
     weights = _weights(architecture, tokens, DRIFT if role in {"draft", "block"} else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
         partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _write_hyperparameters(writer, architecture)
-        _write_tokeniser(writer, architecture, tokens, merges)
+        _write_tokeniser(writer, tokeniser, tokens, merges)
         if role == "block":
             writer.add_mask_token_id(len(tokens) - 1)
             writer.add_uint32("specserve.block_length", 3)
@@ -158,6 +162,11 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
     else:
         writer.add_head_count_kv(HEADS // 2)
         writer.add_layer_norm_rms_eps(1e-5)
+    if architecture == "gemma3":
+        writer.add_key_length(WIDTH // HEADS)
+        writer.add_value_length(WIDTH // HEADS)
+        writer.add_sliding_window(WINDOW)
+        writer.add_sliding_window_pattern(2)
 
 
 def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
@@ -213,12 +222,14 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         common, own = shared.standard_normal(shape), noise.standard_normal(shape)
         return (scale * (math.sqrt(1 - drift**2) * common + drift * own)).astype(np.float32)
 
-    embedding = normal(len(tokens), WIDTH, scale=1.0)
+    # llama.cpp multiplies Gemma's by the root of the width.
+    unit = 1 / math.sqrt(WIDTH) if architecture == "gemma3" else 1.0
+    embedding = normal(len(tokens), WIDTH, scale=unit)
     output = normal(len(tokens), WIDTH, scale=SHARPNESS / math.sqrt(WIDTH))
     # Two features bypass the layers: a constant, which carries the logit bias, and "a character is incomplete".
     for index, token in enumerate(tokens):
         logit_bias, opens, closes = _preference(token)
-        embedding[index, :2] = 3.0, 5.0 * opens
+        embedding[index, :2] = 3.0 * unit, 5.0 * opens * unit
         output[index, :2] = logit_bias, 8.0 * closes
     # The end token is always possible and rarely likely: its logit varies less than those of other tokens.
     end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
@@ -240,6 +251,10 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
+        if architecture == "gemma3":
+            sizes = {"post_attention": WIDTH, "post_ffw": WIDTH, "attn_q": WIDTH // HEADS, "attn_k": WIDTH // HEADS}
+            for norm, size in sizes.items():
+                tensors[f"{block}.{norm}_norm.weight"] = np.full(size, 1.2, np.float32)
         for name, (rows, columns, gain) in shapes.items():
             weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
             if name in ("attn_output", "ffn_down"):

@@ -65,10 +65,10 @@ class Models:
 def load_models(config: HandlerConfig) -> Models:
     """Load target and draft model, check that they match, and measure what their forward passes cost.
 
-    A draft model that cannot be read, or for which there is no memory, is left out.
+    A draft model that cannot be read, has another vocabulary, or for which there is no memory, is left out.
 
     Raises:
-        ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
+        ModelLoadError: the target's file is missing or unusable.
     """
     # This also starts llama.cpp, which has to be done before two models are loaded at a time.
     placement = _placement(config)
@@ -93,16 +93,25 @@ def load_models(config: HandlerConfig) -> Models:
         config = fitted(config, target_model, draft_model, free_memory())
         grammars = GrammarCompiler(target_model)
 
-        def read_vocabulary() -> None:
+        def check_draft() -> None:
             if draft_model:
                 check_same_vocabulary(target_model, draft_model)
-            # Otherwise all streams would wait for it when the first grammar comes.
-            grammars.prepare()
 
-        reading, pools = beside.submit(read_vocabulary), _pools(config, target_model)
+        fits = beside.submit(check_draft)
+        # Otherwise all streams would wait for it when the first grammar comes.
+        reading, pools = beside.submit(grammars.prepare), _pools(config, target_model)
         target, drafters = open_engines(
-            target_model, draft_model, config, placement, pools, before_timing=reading.result
+            target_model,
+            draft_model,
+            config,
+            placement,
+            pools,
+            before_draft=fits.result,
+            before_timing=reading.result,
         )
+    if draft_model and not drafters.model:
+        draft_model.close()
+        draft_model = None
     repeats = kernels.repeating(target.left_to_llama_cpp)
     logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
     return Models(
@@ -160,11 +169,13 @@ def open_engines(
     placement: Placement,
     pools: Pools,
     *,
+    before_draft: Callable[[], object] = lambda: None,
     before_timing: Callable[[], object] = lambda: None,
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
-    `config` is that of `Models`; `before_timing` waits for what must not run beside passes that are timed.
+    `config` is that of `Models`. `before_draft` raises ModelLoadError if the draft model is not to be used;
+    `before_timing` waits for what must not run beside passes that are timed.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
@@ -184,6 +195,7 @@ def open_engines(
         # The target's, which end answers; the draft's own may be others.
         ends = [token for token in target_model.end_tokens() if token < draft_model.size]
         with _or_no_draft():
+            before_draft()
             draft = _engine(
                 draft_model,
                 config,

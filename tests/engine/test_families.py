@@ -149,7 +149,8 @@ def left_out(config: HandlerConfig, log: pytest.LogCaptureFixture) -> str:
     """Why a pair is served without its draft model; lookup then drafts alone."""
     log.clear()
     pair = Pair(config)
-    assert pair.models.draft is pair.models.drafters.model is None
+    assert pair.models.draft is None
+    assert pair.models.drafters.model is None
     assert "Serving goes on without the draft model" in log.text
     plain, found = (pair.complete(PROMPTS[2] * 3, **GREEDY, speculation=how) for how in (PLAIN, fixed_gamma(3)))
     assert found.text == plain.text

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,6 +213,19 @@ def _preference(token: _Token) -> tuple[float, bool, bool]:
     return RARE_BIAS, False, len(token.text) == 1 and 0x80 <= token.text[0] < 0xC0
 
 
+def _norms(architecture: str) -> dict[str, Array]:
+    sizes = {"attn": (WIDTH, 1.0), "ffn": (WIDTH, 1.0)}
+    if architecture == "gemma3":
+        sizes |= {"post_attention": (WIDTH, 1.2), "post_ffw": (WIDTH, 1.2)}
+        sizes |= {"attn_q": (WIDTH // HEADS, 1.2), "attn_k": (WIDTH // HEADS, 1.2)}
+    tensors = {"output_norm.weight": np.ones(WIDTH, np.float32)}
+    for block, (name, (size, weight)) in product(range(LAYERS), sizes.items()):
+        tensors[f"blk.{block}.{name}_norm.weight"] = np.full(size, weight, np.float32)
+    if architecture == "gpt2":
+        tensors |= {name.replace("weight", "bias"): np.zeros(WIDTH, np.float32) for name in tensors}
+    return tensors
+
+
 def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
     """Return the tensors of a random network; those of a draft are the target's with `drift` of noise."""
     seed = ARCHITECTURES.index(architecture)
@@ -235,11 +248,7 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
     end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
     output[end] *= 0.3
     output[end, 0] = END_BIAS
-    tensors = {"token_embd.weight": embedding, "output.weight": output}
-    for norm in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
-        tensors[f"{norm}.weight"] = np.ones(WIDTH, np.float32)
-        if architecture == "gpt2":
-            tensors[f"{norm}.bias"] = np.zeros(WIDTH, np.float32)
+    tensors = {"token_embd.weight": embedding, "output.weight": output, **_norms(architecture)}
     shapes = {"attn_output": (WIDTH, WIDTH, 0.7), "ffn_up": (FEED_FORWARD, WIDTH, 1.0)}
     shapes["ffn_down"] = (WIDTH, FEED_FORWARD, 1.0)
     if architecture == "gpt2":
@@ -251,10 +260,6 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
-        if architecture == "gemma3":
-            sizes = {"post_attention": WIDTH, "post_ffw": WIDTH, "attn_q": WIDTH // HEADS, "attn_k": WIDTH // HEADS}
-            for norm, size in sizes.items():
-                tensors[f"{block}.{norm}_norm.weight"] = np.full(size, 1.2, np.float32)
         for name, (rows, columns, gain) in shapes.items():
             weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
             if name in ("attn_output", "ffn_down"):

@@ -17,8 +17,10 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 from numpy.typing import NDArray
 
 ARCHITECTURES = ("qwen2", "llama", "gpt2", "gemma3")
-# Gemma 3 has Qwen2's tokeniser here; every other layer sees the last `WINDOW` tokens only.
-TOKENISERS = {name: "qwen2" if name == "gemma3" else name for name in ARCHITECTURES}
+# Its first layer is recurrent.
+HYBRID = "lfm2"
+# Some have Qwen2's tokeniser here; in Gemma 3 every other layer sees the last `WINDOW` tokens only.
+TOKENISERS = {name: name for name in ARCHITECTURES} | {"gemma3": "qwen2", HYBRID: "qwen2"}
 WINDOW = 16
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
@@ -28,6 +30,7 @@ SHARPNESS, DRIFT = 4.0, 0.075
 # Logit biases: of tokens that are hardly ever generated, of first bytes of a character, and of the end token.
 RARE_BIAS, FIRST_BYTE_BIAS, END_BIAS = -6.0, -1.0, 2.8
 END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>", "gemma3": "<|im_end|>"}
+END_OF_TEXT[HYBRID] = END_OF_TEXT["qwen2"]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -160,13 +163,15 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
     if architecture == "gpt2":
         writer.add_layer_norm_eps(1e-5)
     else:
-        writer.add_head_count_kv(HEADS // 2)
+        writer.add_head_count_kv([0, HEADS // 2] if architecture == HYBRID else HEADS // 2)
         writer.add_layer_norm_rms_eps(1e-5)
     if architecture == "gemma3":
         writer.add_key_length(WIDTH // HEADS)
         writer.add_value_length(WIDTH // HEADS)
         writer.add_sliding_window(WINDOW)
         writer.add_sliding_window_pattern(2)
+    if architecture == HYBRID:
+        writer.add_shortconv_l_cache(3)
 
 
 def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
@@ -221,6 +226,9 @@ def _norms(architecture: str) -> dict[str, Array]:
     tensors = {"output_norm.weight": np.ones(WIDTH, np.float32)}
     for block, (name, (size, weight)) in product(range(LAYERS), sizes.items()):
         tensors[f"blk.{block}.{name}_norm.weight"] = np.full(size, weight, np.float32)
+    if architecture == HYBRID:
+        tensors["token_embd_norm.weight"] = tensors.pop("output_norm.weight")
+        tensors |= {f"blk.1.attn_{name}_norm.weight": np.ones(WIDTH // HEADS, np.float32) for name in "qk"}
     if architecture == "gpt2":
         tensors |= {name.replace("weight", "bias"): np.zeros(WIDTH, np.float32) for name in tensors}
     return tensors
@@ -228,7 +236,7 @@ def _norms(architecture: str) -> dict[str, Array]:
 
 def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
     """Return the tensors of a random network; those of a draft are the target's with `drift` of noise."""
-    seed = ARCHITECTURES.index(architecture)
+    seed = (*ARCHITECTURES, HYBRID).index(architecture)
     shared, noise = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
 
     def normal(*shape: int, scale: float) -> Array:
@@ -259,10 +267,15 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
     else:
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
+    recurrent = {name: shape for name, shape in shapes.items() if name.startswith("ffn")}
+    recurrent |= {"shortconv.in_proj": (3 * WIDTH, WIDTH, 1.5), "shortconv.conv": (WIDTH, 3, 1.0)}
+    recurrent["shortconv.out_proj"] = WIDTH, WIDTH, 0.7
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
-        for name, (rows, columns, gain) in shapes.items():
+        for name, (rows, columns, gain) in (
+            recurrent if (architecture, block) == (HYBRID, "blk.0") else shapes
+        ).items():
             weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
-            if name in ("attn_output", "ffn_down"):
+            if name in ("attn_output", "ffn_down", "shortconv.out_proj"):
                 weight[:2], bias[:2] = 0.0, 0.0
             tensors[f"{block}.{name}.weight"] = weight
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):

@@ -21,6 +21,7 @@ from specserve.config import HandlerConfig, load_yaml
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.engine.recurrent import RecurrentEngine
 from specserve.machine import free_memory, usable_cores
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.measure import measure
@@ -64,7 +65,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
 
         def loaded(path: Path) -> tuple[LlamaModel, LlamaEngine]:
             model = stack.enter_context(closing(LlamaModel(path)))
-            engine = LlamaEngine(
+            engine = (RecurrentEngine if model.recurrent else LlamaEngine)(
                 model,
                 n_slots=1,
                 context_length=_CONTEXT_LENGTH,

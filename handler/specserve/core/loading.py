@@ -17,6 +17,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
+from specserve.engine.recurrent import RecurrentEngine
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
@@ -89,7 +90,7 @@ def load_models(config: HandlerConfig) -> Models:
         target_model = LlamaModel(target_file)
         if loading:
             with _or_no_draft():
-                draft_model = loading.result()
+                draft_model = _able_to_draft(loading.result(), target_model)
         config = fitted(config, target_model, draft_model, free_memory())
         grammars = GrammarCompiler(target_model)
 
@@ -109,6 +110,9 @@ def load_models(config: HandlerConfig) -> Models:
             before_draft=fits.result,
             before_timing=reading.result,
         )
+    if target_model.recurrent:
+        sentence = "specserve: %s: has recurrent layers: nothing is drafted, and sequences share no passes"
+        logger.warning(sentence, target_model.path)
     if draft_model and not drafters.model:
         draft_model.close()
         draft_model = None
@@ -126,6 +130,15 @@ def load_models(config: HandlerConfig) -> Models:
         draft_model,
         loaded_bytes(config, target_model, draft_model),
     )
+
+
+def _able_to_draft(draft: LlamaModel, target: LlamaModel) -> LlamaModel:
+    """Return the draft model; ModelLoadError, and it is closed, if either cannot go back after a rejected draft."""
+    for model in (target, draft):
+        if model.recurrent:
+            draft.close()
+            raise ModelLoadError(f"{model.path}: has recurrent layers, which cannot go back after a rejected draft.")
+    return draft
 
 
 @contextmanager
@@ -237,7 +250,7 @@ def open_engines(
 
 def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **options: Any) -> LlamaEngine:
     """Open an engine with these `options`, and log what specserve's kernels leave to llama.cpp's while in use."""
-    engine = LlamaEngine(
+    engine = (RecurrentEngine if model.recurrent else LlamaEngine)(
         model,
         n_slots=config.sequences,
         threads=placement.usable.threads,

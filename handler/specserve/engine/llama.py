@@ -32,6 +32,8 @@ class LlamaEngine:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
 
+    truncates = True
+
     def __init__(
         self,
         model: LlamaModel,
@@ -122,9 +124,9 @@ class LlamaEngine:
         self._batch = batch
 
     def _check_first_pass(self, model: LlamaModel) -> None:
-        """Refuse models whose cache cannot be truncated, such as recurrent ones."""
+        """Refuse models whose cache cannot be truncated although it should be."""
         self.forward([Row(0, 0, position, wants_logits=position == 1) for position in range(2)])
-        if not self._remove_from(0, 1):
+        if self.truncates and not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
             )

@@ -57,6 +57,7 @@ void Cache::begin_pass(const int32_t * positions, int64_t rows, const uint8_t * 
     saved_ = saved;
     pass_++;
     writes_.clear();
+    reads_.clear();
     cells_.clear();
 }
 
@@ -79,14 +80,14 @@ void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys) {
     cell_bytes_ += side.cell_bytes();
 }
 
-Layer & Cache::plan_attention(const ggml_tensor * op) {
+Read & Cache::plan_attention(const ggml_tensor * op) {
     const void * keys = root(op->src[1])->data;
-    Layer *& layer = by_keys_[keys];
-    if (layer == nullptr) {
-        layer = &layers_.emplace_back();
-        add_side(op->src[1], layer->keys, true);
-        add_side(op->src[2], layer->values, false);
-        layer->positions.assign(static_cast<size_t>(root(op->src[1])->ne[1]), 0);
+    const auto [found_layer, is_new] = layers_.try_emplace(keys);
+    Layer & layer = found_layer->second;
+    if (is_new) {
+        add_side(op->src[1], layer.keys, true);
+        add_side(op->src[2], layer.values, false);
+        layer.positions.assign(static_cast<size_t>(root(op->src[1])->ne[1]), 0);
     }
     if (const auto found = writes_.find(keys); found != writes_.end()) {
         const ggml_tensor * write = found->second;
@@ -97,34 +98,34 @@ Layer & Cache::plan_attention(const ggml_tensor * op) {
         }
         const int64_t * cells = cells_of(write);
         for (int64_t row = 0; row < rows_; row++) {
-            layer->positions[static_cast<size_t>(cells[row])] = positions_[row];
+            layer.positions[static_cast<size_t>(cells[row])] = positions_[row];
         }
         if (cells_.empty()) {
             cells_.assign(cells, cells + rows_);
         }
         same_cells_ = same_cells_ && std::equal(cells_.begin(), cells_.end(), cells);
     }
-    layer->pieces.store(0, std::memory_order_relaxed);
-    layer->merged_pieces.store(0, std::memory_order_relaxed);
+    Read & read = reads_[op];
+    read.layer = &layer;
+    read.pieces.store(0, std::memory_order_relaxed);
+    read.merged_pieces.store(0, std::memory_order_relaxed);
     if (!loads()) {
         const ggml_tensor * mask = op->src[3];
         auto & [pass, plan] = plans_[mask->data];
         if (pass != pass_) {
             pass = pass_;
             plan.make(static_cast<const char *>(mask->data), mask->nb[1], op->src[1]->ne[1], op->src[0]->ne[1],
-                      layer->positions);
+                      layer.positions);
         }
-        layer->plan = &plan;
+        read.plan = &plan;
     }
-    return *layer;
+    return read;
 }
 
 Side * Cache::side(const ggml_tensor * write) {
     const auto found = sides_.find(write->data);
     return found == sides_.end() ? nullptr : found->second;
 }
-
-Layer & Cache::layer(const ggml_tensor * attention) { return *by_keys_.at(root(attention->src[1])->data); }
 
 void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) {
     const ggml_tensor * source = op->src[0];

@@ -9,7 +9,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <vector>
 
@@ -33,6 +32,11 @@ struct Layer {
     Side keys;
     Side values;
     std::vector<int32_t> positions;  // of cells
+};
+
+// A pass's attention to a layer's keys and values, which layers after it may read as well (Gemma 3n and 4).
+struct Read {
+    Layer * layer = nullptr;
     const Plan * plan = nullptr;
     bool by_chunks = false;                // how the pass is divided: see graph_attention.cpp
     std::atomic<int64_t> pieces{0};        // of each part of that work, how many are taken
@@ -49,11 +53,11 @@ class Cache {
 
     // While a pass is planned, for each of its operations in turn.
     void plan_write(const ggml_tensor * op);
-    Layer & plan_attention(const ggml_tensor * op);
+    Read & plan_attention(const ggml_tensor * op);
 
     // What an operation writes or reads; null where our attention does not read what is written.
     Side * side(const ggml_tensor * write);
-    Layer & layer(const ggml_tensor * attention);
+    Read & read(const ggml_tensor * attention) { return reads_.at(attention); }
 
     // A thread's share of the rows that a pass writes.
     void write(const ggml_tensor * op, Side &, int thread, int threads);
@@ -72,8 +76,8 @@ class Cache {
   private:
     void add_side(const ggml_tensor * tensor, Side &, bool are_keys);
 
-    std::deque<Layer> layers_{};
-    std::map<const void *, Layer *> by_keys_{};
+    std::map<const void *, Layer> layers_{};  // by their keys
+    std::map<const ggml_tensor *, Read> reads_{};  // of this pass
     std::map<const void *, Side *> sides_{};
     std::map<const void *, const ggml_tensor *> writes_{};      // of this pass, by where they go
     std::map<const void *, std::pair<int64_t, Plan>> plans_{};  // by mask: of which pass

@@ -26,21 +26,21 @@ char * at(const ggml_tensor * t, int64_t i1, int64_t i2) {
 // An attention of a graph, as it is computed by some threads.
 class Work {
   public:
-    Work(Cache & cache, Layer & layer, const ggml_tensor * op, int threads)
-        : cache_(cache), layer_(layer), op_(op), kernels_(*library().kernels), plan_(*layer.plan) {
+    Work(Cache & cache, Read & read, const ggml_tensor * op, int threads)
+        : cache_(cache), read_(read), op_(op), kernels_(*library().kernels), plan_(*read.plan) {
         const ggml_tensor * q = op->src[0];
         std::memcpy(&attention_.scale, op->op_params, sizeof attention_.scale);
         attention_.size = q->ne[0];
         attention_.queries = static_cast<const char *>(q->data);
         attention_.query_stride = q->nb[2];
         attention_.query_row_stride = q->nb[1];
-        attention_.keys = layer.keys.stored;
-        attention_.values = layer.values.stored;
+        attention_.keys = read.layer->keys.stored;
+        attention_.values = read.layer->values.stored;
         heads_ = q->ne[2];
-        key_heads_ = layer.keys.stored.heads;
+        key_heads_ = read.layer->keys.stored.heads;
         floats_ = kernels_.result_floats(attention_.size);
         tiles_ = (plan_.rows() + kMaxRows - 1) / kMaxRows;
-        const int64_t whole = key_heads_ * (layer.by_chunks ? static_cast<int64_t>(plan_.units().size()) : tiles_);
+        const int64_t whole = key_heads_ * (read.by_chunks ? static_cast<int64_t>(plan_.units().size()) : tiles_);
         // Where there are fewer pieces than threads, the query heads of one key head are divided.
         parts_ = std::clamp<int64_t>(threads / whole, 1, shared());
         pieces_ = whole * parts_;
@@ -49,8 +49,8 @@ class Work {
     // To be called while the pass is planned.
     void divide(int threads) {
         const int64_t bytes = plan_.rows() * heads_ * plan_.chunks() * floats_ * static_cast<int64_t>(sizeof(float));
-        layer_.by_chunks = tiles_ * key_heads_ < kPiecesPerThread * threads && bytes <= kMaxResults;
-        if (layer_.by_chunks) {
+        read_.by_chunks = tiles_ * key_heads_ < kPiecesPerThread * threads && bytes <= kMaxResults;
+        if (read_.by_chunks) {
             cache_.results.resize(std::max(cache_.results.size(), static_cast<size_t>(bytes) / sizeof(float)));
         }
     }
@@ -66,25 +66,25 @@ class Work {
     void compute(ggml_compute_params * params) {
         uint8_t * memory = aligned(params->wdata) + params->ith * scratch();
         const auto take = [](std::atomic<int64_t> & pieces) { return pieces.fetch_add(1, std::memory_order_relaxed); };
-        for (int64_t piece = take(layer_.pieces); piece < pieces_; piece = take(layer_.pieces)) {
+        for (int64_t piece = take(read_.pieces); piece < pieces_; piece = take(read_.pieces)) {
             const int64_t part = piece % parts_;
             const int64_t key_head = piece / parts_ % key_heads_;
             const int64_t number = piece / parts_ / key_heads_;
             const int first = static_cast<int>(shared() * part / parts_);
             const int heads = static_cast<int>(shared() * (part + 1) / parts_) - first;
-            if (layer_.by_chunks) {
+            if (read_.by_chunks) {
                 attend_to_chunk(plan_.units()[static_cast<size_t>(number)], key_head, first, heads, memory);
             } else {
                 attend_to_all(plan_.rows() * number / tiles_, plan_.rows() * (number + 1) / tiles_, key_head, first,
                               heads, memory);
             }
         }
-        if (!layer_.by_chunks || plan_.chunks() == 1) {
+        if (!read_.by_chunks || plan_.chunks() == 1) {
             return;
         }
         ggml_barrier(params->threadpool);
-        for (int64_t piece = take(layer_.merged_pieces); piece < plan_.rows() * heads_;
-             piece = take(layer_.merged_pieces)) {
+        for (int64_t piece = take(read_.merged_pieces); piece < plan_.rows() * heads_;
+             piece = take(read_.merged_pieces)) {
             merge(piece / heads_, piece % heads_);
         }
     }
@@ -176,7 +176,7 @@ class Work {
     }
 
     Cache & cache_;
-    Layer & layer_;
+    Read & read_;
     const ggml_tensor * op_;
     const Kernels & kernels_;
     const Plan & plan_;
@@ -192,11 +192,11 @@ class Work {
 class SharedAttention : public ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
         Cache & cache = *library().cache;
-        Layer & layer = cache.plan_attention(op);
+        Read & read = cache.plan_attention(op);
         if (cache.loads()) {
             return false;
         }
-        Work work(cache, layer, op, threads);
+        Work work(cache, read, op, threads);
         work.divide(threads);
         size = kAlignment + static_cast<size_t>(threads * work.scratch());
         return true;
@@ -210,7 +210,7 @@ class SharedAttention : public ggml::cpu::tensor_traits {
         if (params->ith == 0) {
             library().attentions.fetch_add(1, std::memory_order_relaxed);
         }
-        Work(cache, cache.layer(op), op, params->nth).compute(params);
+        Work(cache, cache.read(op), op, params->nth).compute(params);
         return true;
     }
 };

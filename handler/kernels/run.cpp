@@ -111,15 +111,18 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
         seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, given.size, given.key_heads,
                                                            given.cells, head, written->nb[1], 0), 0, 2, 1, 3);
     }
-    ggml_tensor * attended =
-        ggml_flash_attn_ext(tensors.get(), queries, seen[0], seen[1], mask, given.scale, 0, 0);
+    const auto attended = [&] {
+        return ggml_flash_attn_ext(tensors.get(), queries, seen[0], seen[1], mask, given.scale, 0, 0);
+    };
+    // Twice, as layers that share keys and values do; the mean has the same bits.
+    ggml_tensor * mean = ggml_scale(tensors.get(), ggml_add(tensors.get(), attended(), attended()), .5F);
     std::vector<int64_t> numbers(static_cast<size_t>(given.cells));
     std::iota(numbers.begin(), numbers.end(), 0);
     Cache cache;
     cache.begin_pass(given.positions, given.cells, nullptr);
     const int64_t before = library().attentions.load();
     Cache * current = std::exchange(library().cache, &cache);
-    compute(tensors.get(), attended, threads, 0, [&] {
+    compute(tensors.get(), mean, threads, 0, [&] {
         const auto set = [](ggml_tensor * to, const void * from) { ggml_backend_tensor_set(to, from, 0, ggml_nbytes(to)); };
         set(queries, given.queries);
         set(sources[0], given.keys);

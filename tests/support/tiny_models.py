@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,12 @@ import numpy as np
 from gguf import GGUFWriter, LlamaFileType, TokenType
 from numpy.typing import NDArray
 
-ARCHITECTURES = ("qwen2", "llama", "gpt2")
+ARCHITECTURES = ("qwen2", "llama", "gpt2", "gemma3")
+# Its first layer is recurrent.
+HYBRID = "lfm2"
+# Some have Qwen2's tokeniser here; in Gemma 3 every other layer sees the last `WINDOW` tokens only.
+TOKENISERS = {name: name for name in ARCHITECTURES} | {"gemma3": "qwen2", HYBRID: "qwen2"}
+WINDOW = 16
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
@@ -24,7 +29,8 @@ LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
 SHARPNESS, DRIFT = 4.0, 0.075
 # Logit biases: of tokens that are hardly ever generated, of first bytes of a character, and of the end token.
 RARE_BIAS, FIRST_BYTE_BIAS, END_BIAS = -6.0, -1.0, 2.8
-END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>"}
+END_OF_TEXT = {"qwen2": "<|im_end|>", "llama": "</s>", "gpt2": "<|endoftext|>", "gemma3": "<|im_end|>"}
+END_OF_TEXT[HYBRID] = END_OF_TEXT["qwen2"]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -72,16 +78,17 @@ class _Token(NamedTuple):
 def write_tiny(path: Path, architecture: str, role: str) -> None:
     """Write a model: a `target`, its `draft`, one that drafts a `block`, or an `other` with a different vocabulary."""
     corpus = CORPUS.swapcase() if role == "other" else CORPUS
-    merges = _learn_merges(corpus, architecture)
-    bytewise = architecture != "llama"
-    tokens = _byte_pairs(merges, architecture) if bytewise else _sentence_pieces(corpus, merges)
+    tokeniser = TOKENISERS[architecture]
+    merges = _learn_merges(corpus, tokeniser)
+    bytewise = tokeniser != "llama"
+    tokens = _byte_pairs(merges, tokeniser) if bytewise else _sentence_pieces(corpus, merges)
     weights = _weights(architecture, tokens, DRIFT if role in {"draft", "block"} else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
         partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _write_hyperparameters(writer, architecture)
-        _write_tokeniser(writer, architecture, tokens, merges)
+        _write_tokeniser(writer, tokeniser, tokens, merges)
         if role == "block":
             writer.add_mask_token_id(len(tokens) - 1)
             writer.add_uint32("specserve.block_length", 3)
@@ -156,8 +163,15 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
     if architecture == "gpt2":
         writer.add_layer_norm_eps(1e-5)
     else:
-        writer.add_head_count_kv(HEADS // 2)
+        writer.add_head_count_kv([0, HEADS // 2] if architecture == HYBRID else HEADS // 2)
         writer.add_layer_norm_rms_eps(1e-5)
+    if architecture == "gemma3":
+        writer.add_key_length(WIDTH // HEADS)
+        writer.add_value_length(WIDTH // HEADS)
+        writer.add_sliding_window(WINDOW)
+        writer.add_sliding_window_pattern(2)
+    if architecture == HYBRID:
+        writer.add_shortconv_l_cache(3)
 
 
 def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
@@ -204,31 +218,45 @@ def _preference(token: _Token) -> tuple[float, bool, bool]:
     return RARE_BIAS, False, len(token.text) == 1 and 0x80 <= token.text[0] < 0xC0
 
 
+def _norms(architecture: str) -> dict[str, Array]:
+    sizes = {"attn": (WIDTH, 1.0), "ffn": (WIDTH, 1.0)}
+    if architecture == "gemma3":
+        sizes |= {"post_attention": (WIDTH, 1.2), "post_ffw": (WIDTH, 1.2)}
+        sizes |= {"attn_q": (WIDTH // HEADS, 1.2), "attn_k": (WIDTH // HEADS, 1.2)}
+    tensors = {"output_norm.weight": np.ones(WIDTH, np.float32)}
+    for block, (name, (size, weight)) in product(range(LAYERS), sizes.items()):
+        tensors[f"blk.{block}.{name}_norm.weight"] = np.full(size, weight, np.float32)
+    if architecture == HYBRID:
+        tensors["token_embd_norm.weight"] = tensors.pop("output_norm.weight")
+        tensors |= {f"blk.1.attn_{name}_norm.weight": np.ones(WIDTH // HEADS, np.float32) for name in "qk"}
+    if architecture == "gpt2":
+        tensors |= {name.replace("weight", "bias"): np.zeros(WIDTH, np.float32) for name in tensors}
+    return tensors
+
+
 def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str, Array]:
     """Return the tensors of a random network; those of a draft are the target's with `drift` of noise."""
-    seed = ARCHITECTURES.index(architecture)
+    seed = (*ARCHITECTURES, HYBRID).index(architecture)
     shared, noise = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
 
     def normal(*shape: int, scale: float) -> Array:
         common, own = shared.standard_normal(shape), noise.standard_normal(shape)
         return (scale * (math.sqrt(1 - drift**2) * common + drift * own)).astype(np.float32)
 
-    embedding = normal(len(tokens), WIDTH, scale=1.0)
+    # llama.cpp multiplies Gemma's by the root of the width.
+    unit = 1 / math.sqrt(WIDTH) if architecture == "gemma3" else 1.0
+    embedding = normal(len(tokens), WIDTH, scale=unit)
     output = normal(len(tokens), WIDTH, scale=SHARPNESS / math.sqrt(WIDTH))
     # Two features bypass the layers: a constant, which carries the logit bias, and "a character is incomplete".
     for index, token in enumerate(tokens):
         logit_bias, opens, closes = _preference(token)
-        embedding[index, :2] = 3.0, 5.0 * opens
+        embedding[index, :2] = 3.0 * unit, 5.0 * opens * unit
         output[index, :2] = logit_bias, 8.0 * closes
     # The end token is always possible and rarely likely: its logit varies less than those of other tokens.
     end = next(index for index, token in enumerate(tokens) if token.name == END_OF_TEXT[architecture])
     output[end] *= 0.3
     output[end, 0] = END_BIAS
-    tensors = {"token_embd.weight": embedding, "output.weight": output}
-    for norm in ("output_norm", *(f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn"))):
-        tensors[f"{norm}.weight"] = np.ones(WIDTH, np.float32)
-        if architecture == "gpt2":
-            tensors[f"{norm}.bias"] = np.zeros(WIDTH, np.float32)
+    tensors = {"token_embd.weight": embedding, "output.weight": output, **_norms(architecture)}
     shapes = {"attn_output": (WIDTH, WIDTH, 0.7), "ffn_up": (FEED_FORWARD, WIDTH, 1.0)}
     shapes["ffn_down"] = (WIDTH, FEED_FORWARD, 1.0)
     if architecture == "gpt2":
@@ -239,10 +267,15 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
     else:
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
+    recurrent = {name: shape for name, shape in shapes.items() if name.startswith("ffn")}
+    recurrent |= {"shortconv.in_proj": (3 * WIDTH, WIDTH, 1.5), "shortconv.conv": (WIDTH, 3, 1.0)}
+    recurrent["shortconv.out_proj"] = WIDTH, WIDTH, 0.7
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
-        for name, (rows, columns, gain) in shapes.items():
+        for name, (rows, columns, gain) in (
+            recurrent if (architecture, block) == (HYBRID, "blk.0") else shapes
+        ).items():
             weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
-            if name in ("attn_output", "ffn_down"):
+            if name in ("attn_output", "ffn_down", "shortconv.out_proj"):
                 weight[:2], bias[:2] = 0.0, 0.0
             tensors[f"{block}.{name}.weight"] = weight
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):

@@ -63,7 +63,7 @@ def test_a_stepwise_cost_is_found_despite_delayed_passes() -> None:
 
 def test_lengths_are_those_that_a_slot_has_room_for() -> None:
     expected = {64: (16, 32), 320: (64, 256), 4096: (64, 4032), 16_384: (64, 16_320), 32_768: (64, 16_384)}
-    assert {length: kv_lengths(length, can_load=True) for length in expected} == expected
+    assert {length: kv_lengths(length) for length in expected} == expected
     for context, max_rows, max_logits in ((64, 256, 64), (40, 256, 64), (130, 320, 64), (4096, 6, 3)):
         machine = Machine(slot_length=context)
         machine.max_rows, machine.max_logits = max_rows, max_logits

@@ -17,7 +17,7 @@ from specserve.errors import ModelLoadError
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
 # Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision, and 1/32 of that for scales.
-CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, window=0, cell_values=28 * 2 * 256)
+CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
 CELL = 28672 + 28672 // 32
 SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
 
@@ -26,9 +26,9 @@ def config(**keys: Any) -> HandlerConfig:
     return parse_handler({**MODELS, **keys}, "my.yaml")
 
 
-def served(free: int = 8 * GIB, *, trained: int = 32768, window: int = 0, **keys: Any) -> tuple[int, int]:
+def served(free: int = 8 * GIB, *, trained: int = 32768, **keys: Any) -> tuple[int, int]:
     """The numbers of tokens that are served, of a sequence and of all."""
-    target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained, "window": window})
+    target: Any = SimpleNamespace(**{**vars(CODER), "trained_context": trained})
     fit = fitted(config(**keys), target, SMALL if "draft" in keys else None, free)
     return fit.context_length, fit.cache_tokens
 
@@ -50,13 +50,7 @@ def test_a_sequence_has_at_most_what_the_model_and_the_cache_have() -> None:
         assert served(trained=trained, **keys) == expected, keys
 
 
-def test_a_context_beyond_the_models_training_or_sliding_window_is_refused() -> None:
-    configured: list[dict[str, Any]] = [{}, {"context_length": 512}, {"cache_tokens": 512}]
-    window = r"see only the last 512 tokens.*set `context_length` to at most 511\."
-    for keys in configured:
-        with pytest.raises(ModelLoadError, match=window):
-            served(window=512, **keys)
-    assert served(window=512, context_length=511)[0] == 511
+def test_a_context_beyond_the_models_training_is_refused() -> None:
     with pytest.raises(ModelLoadError, match="was trained for 8192 tokens; lower `context_length` from 9000"):
         served(trained=8192, context_length=9000)
 

@@ -22,6 +22,7 @@ from specserve.core.pool import check_weights, fitted, loaded_bytes
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.engine.recurrent import RecurrentEngine
 from specserve.errors import ModelLoadError
 from specserve.machine import free_memory, usable_cores
 from specserve.speculation.costs import PassCosts
@@ -74,7 +75,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
         yield Finding("memory", sentence, facts={"bytes": taken, "cache_tokens": fit.cache_tokens})
 
         def engine(model: LlamaModel) -> LlamaEngine:
-            engine = LlamaEngine(
+            engine = (RecurrentEngine if model.recurrent else LlamaEngine)(
                 model,
                 n_slots=1,
                 context_length=_CONTEXT_LENGTH,

@@ -17,6 +17,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
+from specserve.engine.recurrent import RecurrentEngine
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
@@ -65,10 +66,10 @@ class Models:
 def load_models(config: HandlerConfig) -> Models:
     """Load target and draft model, check that they match, and measure what their forward passes cost.
 
-    A draft model that cannot be read, or for which there is no memory, is left out.
+    A draft model that cannot be read, has another vocabulary, or for which there is no memory, is left out.
 
     Raises:
-        ModelLoadError: the target's file is missing or unusable, or the draft model does not match it.
+        ModelLoadError: the target's file is missing or unusable.
     """
     # This also starts llama.cpp, which has to be done before two models are loaded at a time.
     placement = _placement(config)
@@ -89,20 +90,32 @@ def load_models(config: HandlerConfig) -> Models:
         target_model = LlamaModel(target_file)
         if loading:
             with _or_no_draft():
-                draft_model = loading.result()
+                draft_model = _able_to_draft(loading.result(), target_model)
         config = fitted(config, target_model, draft_model, free_memory())
         grammars = GrammarCompiler(target_model)
 
-        def read_vocabulary() -> None:
+        def check_draft() -> None:
             if draft_model:
                 check_same_vocabulary(target_model, draft_model)
-            # Otherwise all streams would wait for it when the first grammar comes.
-            grammars.prepare()
 
-        reading, pools = beside.submit(read_vocabulary), _pools(config, target_model)
+        fits = beside.submit(check_draft)
+        # Otherwise all streams would wait for it when the first grammar comes.
+        reading, pools = beside.submit(grammars.prepare), _pools(config, target_model)
         target, drafters = open_engines(
-            target_model, draft_model, config, placement, pools, before_timing=reading.result
+            target_model,
+            draft_model,
+            config,
+            placement,
+            pools,
+            before_draft=fits.result,
+            before_timing=reading.result,
         )
+    if target_model.recurrent:
+        sentence = "specserve: %s: has recurrent layers: nothing is drafted, and sequences share no passes"
+        logger.warning(sentence, target_model.path)
+    if draft_model and not drafters.model:
+        draft_model.close()
+        draft_model = None
     repeats = kernels.repeating(target.left_to_llama_cpp)
     logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
     return Models(
@@ -117,6 +130,15 @@ def load_models(config: HandlerConfig) -> Models:
         draft_model,
         loaded_bytes(config, target_model, draft_model),
     )
+
+
+def _able_to_draft(draft: LlamaModel, target: LlamaModel) -> LlamaModel:
+    """Return the draft model; ModelLoadError, and it is closed, if either cannot go back after a rejected draft."""
+    for model in (target, draft):
+        if model.recurrent:
+            draft.close()
+            raise ModelLoadError(f"{model.path}: has recurrent layers, which cannot go back after a rejected draft.")
+    return draft
 
 
 @contextmanager
@@ -160,11 +182,13 @@ def open_engines(
     placement: Placement,
     pools: Pools,
     *,
+    before_draft: Callable[[], object] = lambda: None,
     before_timing: Callable[[], object] = lambda: None,
 ) -> tuple[LlamaEngine, Drafters]:
     """Open engines for loaded models, with their drafters; a model may have several engines.
 
-    `config` is that of `Models`; `before_timing` waits for what must not run beside passes that are timed.
+    `config` is that of `Models`. `before_draft` raises ModelLoadError if the draft model is not to be used;
+    `before_timing` waits for what must not run beside passes that are timed.
 
     Raises:
         ModelLoadError: there is no memory for the target's cache, or a forward pass of it failed.
@@ -184,6 +208,7 @@ def open_engines(
         # The target's, which end answers; the draft's own may be others.
         ends = [token for token in target_model.end_tokens() if token < draft_model.size]
         with _or_no_draft():
+            before_draft()
             draft = _engine(
                 draft_model,
                 config,
@@ -225,7 +250,7 @@ def open_engines(
 
 def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **options: Any) -> LlamaEngine:
     """Open an engine with these `options`, and log what specserve's kernels leave to llama.cpp's while in use."""
-    engine = LlamaEngine(
+    engine = (RecurrentEngine if model.recurrent else LlamaEngine)(
         model,
         n_slots=config.sequences,
         threads=placement.usable.threads,

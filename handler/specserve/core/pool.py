@@ -62,8 +62,8 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     Beside the models, which are loaded, `free` bytes of memory may be taken.
 
     Raises:
-        ModelLoadError: the model was trained for less than the configured `context_length`, or has a shorter sliding
-            window, or there is no memory for one sequence.
+        ModelLoadError: the model was trained for less than the configured `context_length`, or there is no memory for
+            one sequence.
     """
     given = config.model_fields_set
     if "context_length" in given and config.context_length > target.trained_context:
@@ -74,13 +74,6 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     context_length = min(config.context_length, target.trained_context)
     if "cache_tokens" in given:
         context_length = min(context_length, config.cache_tokens)
-    # llama.cpp takes a cell when the token after a sequence's last one would not see it. A draft model may lose tokens.
-    if 0 < target.window <= context_length:
-        raise ModelLoadError(
-            f"{target.path}: some of its layers see only the last {target.window} tokens, and llama.cpp's cache forgets"
-            " those before, which are needed again after rejected drafts and by prompts that begin alike; set"
-            f" `context_length` to at most {target.window - 1}."
-        )
     # More than all sequences can hold would never be used.
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)

@@ -65,6 +65,7 @@ class Engine(Protocol):
     n_slots: int
     n_cells: int  # tokens that all slots hold at most, shared ones counted once, alternatives not
     slot_length: int  # tokens that a slot holds at most
+    truncates: bool  # False if `truncate` removes all tokens of a slot or none
     width: int  # the length of a row of logits: the size of the vocabulary
     max_rows: int  # the most rows of a forward pass
     max_logits: int  # the most rows of a pass that may want logits

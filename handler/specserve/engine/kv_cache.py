@@ -109,7 +109,7 @@ class KVCache:
             return 0
         start, held = self._start[slot], self._tokens[slot]
         shared = common_prefix(held, tokens[start : start + len(held)] if start else tokens, max_length - start)
-        return start + shared if shared else 0
+        return start + shared if shared and (self.engine.truncates or shared == len(held)) else 0
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`."""
@@ -131,11 +131,11 @@ class KVCache:
         return logits
 
     def truncate(self, slot: int, end: int) -> None:
-        """Remove a slot's tokens from position `end` on, and its alternatives."""
+        """Remove a slot's tokens from position `end` on, or all if the engine cannot, and its alternatives."""
         kept = max(0, end - self._start[slot])
-        self._drop(slot, kept)
-        self._alternatives.pop(slot, None)
         self.engine.truncate(slot, kept)
+        self._drop(slot, kept if self.engine.truncates else min(kept, self.engine.cached_len(slot)))
+        self._alternatives.pop(slot, None)
         if not self._tokens[slot]:
             self._start[slot] = 0
 

@@ -32,6 +32,8 @@ class LlamaEngine:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
 
+    truncates = True
+
     def __init__(
         self,
         model: LlamaModel,
@@ -56,10 +58,14 @@ class LlamaEngine:
         self.width = model.size
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = self.n_cells + max_alternatives
-        # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it.
-        params.n_seq_max = n_slots + max_alternatives
+        # An alternative is the end of a sequence of llama.cpp's own, which shares the cells of what precedes it. And
+        # llama.cpp reuses a cell that has left the sliding window of its only sequence, although a truncated or copied
+        # slot needs it again. So with a window each slot has a second sequence, which holds the same cells.
+        self._slots = n_slots + max_alternatives
+        params.n_seq_max = self._n_sequences = self._slots + (n_slots if model.window else 0)
+        params.swa_full = True  # a cell for each token also in layers with a window
         params.n_batch = params.n_ubatch = max_rows
-        params.n_outputs_max = max_logits
+        params.n_outputs_max = max(max_logits, self._n_sequences)  # llama.cpp aborts with fewer
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
         params.type_k = params.type_v = _TYPES[cache_type]
@@ -103,8 +109,8 @@ class LlamaEngine:
         self._tokens = np.zeros(rows, np.int32)
         self._positions = np.zeros(rows, np.int32)
         self._counts = np.ones(rows, np.int32)
-        # A line for each row: its slot, and the sequences of the alternatives that attend to it.
-        self._sequences = np.zeros((rows, 1 + self.max_alternatives), np.int32)
+        # A line for each row: its slot's sequences, and those of the alternatives that attend to it.
+        self._sequences = np.zeros((rows, len(self._of(0)) + self.max_alternatives), np.int32)
         self._wants = np.zeros(rows, np.int8)
         first, line = self._sequences.ctypes.data, self._sequences.strides[0]
         self._sequence_pointers = np.arange(rows, dtype=np.uintp) * np.uintp(line) + np.uintp(first)
@@ -118,9 +124,9 @@ class LlamaEngine:
         self._batch = batch
 
     def _check_first_pass(self, model: LlamaModel) -> None:
-        """Refuse models whose cache cannot be truncated, such as recurrent ones."""
+        """Refuse models whose cache cannot be truncated although it should be."""
         self.forward([Row(0, 0, position, wants_logits=position == 1) for position in range(2)])
-        if not self._remove_from(0, 1):
+        if self.truncates and not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
             )
@@ -152,10 +158,15 @@ class LlamaEngine:
         logits = llama_cpp.llama_get_logits(self._context)
         return np.ctypeslib.as_array(logits, shape=(sum(wants), self.width))
 
+    def _of(self, sequence: int) -> range:
+        """llama.cpp's sequences that hold what a slot holds; an alternative's is only itself."""
+        return range(sequence, self._n_sequences, self._slots)
+
     def _fill(self, count: int, tokens: ArrayLike, slots: ArrayLike, positions: ArrayLike, wants: ArrayLike) -> None:
         self._tokens[:count] = tokens
-        self._sequences[:count, 0] = slots
-        self._counts[:count] = 1
+        own = len(self._of(0))
+        self._sequences[:count, :own] = np.add.outer(slots, self._of(0))
+        self._counts[:count] = own
         self._positions[:count] = positions
         self._wants[:count] = wants
         self._batch.n_tokens = count
@@ -226,19 +237,19 @@ class LlamaEngine:
         self._remove_from(slot, position)
         if self._attention and self.token_bytes:
             self._cells[slot, position] = self._attention.cells()[row]
-        llama_cpp.llama_memory_seq_cp(self._memory, sequence, slot, position, position + 1)
+        self._share(sequence, slot, position, position + 1)
         self._drop_alternatives(slot)
 
     def _add_alternatives(self, rows: list[Row], lengths: dict[int, int]) -> None:
         """Give each alternative a sequence of llama.cpp's, which what precedes it in its slot belongs to as well."""
         alternatives = [(index, row) for index, row in enumerate(rows) if row.alternative]
         for sequence, (index, row) in enumerate(alternatives, self.n_slots):
-            llama_cpp.llama_memory_seq_cp(self._memory, row.slot, sequence, 0, lengths[row.slot])
+            self._share(row.slot, sequence, 0, lengths[row.slot])
             for before, other in enumerate(rows):
                 if other.slot == row.slot and other.position < row.position and not other.alternative:
                     self._sequences[before, self._counts[before]] = sequence
                     self._counts[before] += 1
-            self._sequences[index, 0] = sequence
+            self._sequences[index, 0], self._counts[index] = sequence, 1
             self._alternatives.setdefault(row.slot, []).append((sequence, row.position, index))
 
     def _drop_alternatives(self, slot: int) -> None:
@@ -249,12 +260,17 @@ class LlamaEngine:
         if length > self.cached_len(source):
             raise EngineError(f"Slot {source} holds {self.cached_len(source)} tokens; {length} cannot be copied.")
         self.truncate(destination, 0)
-        llama_cpp.llama_memory_seq_cp(self._memory, source, destination, 0, length)
+        self._share(source, destination, 0, length)
         self._cells[destination, :length] = self._cells[source, :length]
+
+    def _share(self, source: int, destination: int, start: int, end: int) -> None:
+        """Let a slot or an alternative hold the cells of another one's tokens as well."""
+        for sequence in self._of(destination):
+            llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def _remove_from(self, slot: int, length: int) -> bool:
         """Remove a slot's tokens from `length` on; False if this kind of cache does not support it."""
-        return bool(llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1))
+        return all(llama_cpp.llama_memory_seq_rm(self._memory, own, length, -1) for own in self._of(slot))
 
     def close(self) -> None:
         if self._pool:

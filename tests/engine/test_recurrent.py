@@ -1,0 +1,91 @@
+"""A model with a recurrent layer is served without drafts: the same texts alone, side by side and after others."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from pairs import KERNELS, Pair, TinyFiles, fixed_gamma
+from specserve.config import ModelConfig
+from specserve.core import admission
+from specserve.engine.base import Row
+from test_concurrent import random_requests, run_concurrently
+from tiny_models import HYBRID
+
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def pair(files: TinyFiles) -> Pair:
+    return Pair(files.config(HYBRID))
+
+
+def test_each_token_has_the_largest_logit_and_none_is_drafted(pair: Pair) -> None:
+    assert pair.models.draft is None
+    assert pair.models.drafters.model is None
+    answer = pair.complete(PROMPT * 3, max_tokens=60, temperature=0, speculation=fixed_gamma(3)).sequence
+    assert answer.stats.drafted == 0
+    engine = pair.models.target.engine
+    engine.truncate(0, 0)
+    for position, token in enumerate(answer.tokens[:-1]):
+        [logits] = engine.forward([Row(token, 0, position, wants_logits=True)])
+        following = answer.tokens[position + 1]
+        assert position + 1 < answer.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
+
+
+@pytest.mark.skipif(
+    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
+)
+def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_preempted(
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_ANSWER", 8)
+    config = files.config(HYBRID, context_length=100)
+    for cache_tokens in (300, 100):
+        pair, rng = Pair(config.model_copy(update={"cache_tokens": cache_tokens})), random.Random(0)
+        requests = [{**fields, "ignore_eos": cache_tokens == 100} for fields in random_requests(rng)]
+        alone = [pair.complete(**fields).sequence.answer for fields in requests]
+        concurrent = run_concurrently(pair, requests, rng)
+        assert [sequence.answer for sequence in concurrent] == alone
+        assert any(sequence.preemptions for sequence in concurrent) or cache_tokens == 300
+
+
+def test_only_a_whole_cached_text_is_a_prefix(pair: Pair) -> None:
+    fields = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    scheduler, prompt, sequences = pair.scheduler(), pair.vocabulary.encode(PROMPT), []
+    for kept in (0, -20, 0):  # of the text before, without its end
+        sequences.append(pair.sequence(prompt, **fields))
+        scheduler.submit(sequences[-1])
+        while scheduler.busy:
+            scheduler.run_round()
+        prompt = [*sequences[-1].tokens[: kept or None], 50, 60]
+    assert [sequence.cached_tokens for sequence in sequences] == [0, len(sequences[0].tokens) - 1, 0]
+    for sequence in sequences:
+        assert pair.complete(sequence.prompt, **fields).sequence.answer == sequence.answer
+
+
+def test_a_slot_that_is_truncated_is_empty_and_a_copy_goes_on_as_its_source(pair: Pair) -> None:
+    cache, end = pair.models.target, 20
+    pair.scheduler()
+    cache.forward([Row(30 + position, 0, position, wants_logits=False) for position in range(end)])
+    cache.copy(0, 1, end)
+    source, copied = cache.forward([Row(60, slot, end, wants_logits=True) for slot in (0, 1)])
+    assert np.array_equal(source, copied)
+    cache.truncate(0, end + 1)
+    cache.truncate(1, end)
+    assert [cache.length(slot) for slot in (0, 1)] == [end + 1, 0]
+    assert cache.check()
+
+
+def test_a_grammar_holds(pair: Pair) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    found = pair.complete(PROMPT, max_tokens=60, temperature=0, structured_outputs={"json": schema})
+    assert isinstance(json.loads(found.text)["n"], int)
+
+
+def test_one_that_should_draft_is_left_out_with_a_sentence(files: TinyFiles, caplog: pytest.LogCaptureFixture) -> None:
+    draft = ModelConfig(path=files.path(HYBRID, "draft"))
+    models = Pair(files.config("qwen2").model_copy(update={"draft": draft})).models
+    assert models.draft is None
+    assert "has recurrent layers, which cannot go back after a rejected draft. Serving goes on without" in caplog.text

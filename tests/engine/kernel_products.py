@@ -23,7 +23,10 @@ Floats = NDArray[np.float32]
 # only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
 # Weights of a block.
-BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
+BLOCK = {
+    **{"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256, "Q5_0": 32, "IQ4_NL": 32, "Q3_K": 256, "Q5_K": 256},
+    **{"F32": 32, "F16": 32, "BF16": 32},
+}
 FORMATS = tuple(BLOCK)
 
 

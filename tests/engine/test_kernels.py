@@ -41,15 +41,18 @@ def errors(got: FloatArray, expected: NDArray[np.float64]) -> tuple[float, float
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_are_as_accurate_as_llama_cpps(name: str) -> None:
-    """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products."""
+    """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products.
+
+    Or ours do not round them, and only sums in single precision.
+    """
     blocks, x = quantised(name, numbers(1, 71, 1024)), numbers(2, 330, 1024)
     expected = exact(name, blocks, x)
     stock = errors(product(name, blocks, x, ours=False)[0], expected)
     for _ in variants():
         for threads in (1, 2):
             ours = errors(product(name, blocks, x, threads=threads)[0], expected)
-            assert ours[0] <= 1.05 * stock[0]
-            assert ours[1] <= 1.3 * stock[1]
+            assert ours[0] <= max(1.05 * stock[0], 2e-7)
+            assert ours[1] <= max(1.3 * stock[1], 2e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -93,11 +96,16 @@ def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: s
             assert np.array_equal(product(name, blocks, poisoned)[0][others], expected[others])
 
 
+# Where a block has numbers of half precision.
+HALVES = dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,)) | dict.fromkeys(("Q4_K", "Q5_K"), (0, 2))
+HALVES |= {"Q6_K": (208,), "Q3_K": (108,)}
+
+
 def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: str) -> None:
     """Give noise the numbers of half precision that blocks have, since random ones may be infinite."""
     size = blocks.shape[1] * BLOCK[name] // 512
     for start in range(0, blocks.shape[1], size):
-        for half in {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]:
+        for half in HALVES.get(name, range(0, size, 2)):
             noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
 
 
@@ -105,7 +113,7 @@ def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: st
 def test_sums_of_the_largest_weights_and_activations_do_not_overflow(name: str) -> None:
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
-    scales = {"Q4_K": slice(4, 16), "Q6_K": slice(192, 208)}.get(name, slice(0))
+    scales = {"Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208)}.get(name, slice(0))
     x = np.ones((8, 512), np.float32)
     x[1::4] = -1
     x[2::4, ::2] = -1

@@ -1,8 +1,9 @@
 // A buffer type for weights: the way by which llama.cpp comes to these kernels.
 //
 // When a model is loaded, llama.cpp asks the CPU backend's extra buffer types, in order, whether they support the
-// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products of its formats: the
-// weight is then allocated here, packed once in set_tensor, and every product with it comes to graph_product.cpp.
+// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products: the weight is then
+// allocated here, packed once in set_tensor if its format has kernels, and every product with it comes to
+// graph_product.cpp.
 
 #include <sys/mman.h>
 
@@ -34,10 +35,11 @@ const Format * format_of(const ggml_tensor * weights) {
     return fits ? format : nullptr;
 }
 
-// Whether the loader is to give us this weight.
+// Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own.
 bool takes(const ggml_tensor * weights) {
     const Format * format = format_of(weights);
-    return format != nullptr && (library().formats >> (format - library().kernels->formats) & 1) != 0;
+    return format == nullptr ? library().formats != 0 && ggml_n_dims(weights) <= 2
+                             : (library().formats >> (format - library().kernels->formats) & 1) != 0;
 }
 
 // Bytes of a weight that is written piece by piece.
@@ -56,9 +58,9 @@ struct Memory {
 
 class Extra : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // A weight without data is a question of the loader's; one with data was taken.
-        return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && (op->src[0]->data != nullptr || takes(op->src[0])) &&
-               op->src[1]->type == GGML_TYPE_F32 &&
+        // A weight without data is a question of the loader's; one with data was taken. A view of it would have no panels.
+        return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
+               (op->src[0]->data != nullptr || takes(op->src[0])) && op->src[1]->type == GGML_TYPE_F32 &&
                (op->src[1]->buffer == nullptr || ggml_backend_buffer_is_host(op->src[1]->buffer));
     }
 
@@ -69,19 +71,33 @@ class Extra : public ggml::cpu::extra_buffer_type {
         }
         switch (op->op) {
             case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
-            case GGML_OP_MUL_MAT: return is_ours(op->src[0]) ? &product() : leave(kLeftProduct);
-            case GGML_OP_MUL_MAT_ID: return leave(kLeftProduct);
+            case GGML_OP_MUL_MAT:
+                if (is_ours(op->src[0]) && format_of(op->src[0]) != nullptr) {
+                    return &product();
+                }
+                return is_plain(op) ? &plain_product() : leave(kLeftProduct);
+            case GGML_OP_MUL_MAT_ID: return leave(kLeftFormat << op->src[0]->type);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);
             default: return nullptr;
         }
     }
 
     // Notes that ggml computes an operation. Every thread asks for every operation, so what is noted is only read.
-    static ggml::cpu::tensor_traits * leave(int kind) {
+    static ggml::cpu::tensor_traits * leave(int64_t kind) {
         if ((library().left.load(std::memory_order_relaxed) & kind) == 0) {
             library().left.fetch_or(kind, std::memory_order_relaxed);
         }
         return nullptr;
+    }
+
+    // A product with a weight in GGUF's own layout, which may be one of several in a tensor.
+    static bool is_plain(const ggml_tensor * op) {
+        const ggml_tensor * weights = op->src[0];
+        const bool in_file = weights->buffer != nullptr && library().formats != 0 &&
+                             ggml_backend_buffer_get_usage(weights->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS &&
+                             ggml_backend_buffer_is_host(weights->buffer);
+        return (is_ours(weights) || in_file) && weights->nb[0] == ggml_type_size(weights->type) &&
+               op->src[1]->type == GGML_TYPE_F32 && op->src[1]->nb[0] == sizeof(float);
     }
 
     static bool is_ours(const ggml_tensor * weights) {
@@ -101,6 +117,10 @@ void * allocate(size_t size) {
 }
 
 void pack(ggml_tensor * tensor, const uint8_t * source) {
+    if (format_of(tensor) == nullptr) {
+        std::memcpy(tensor->data, source, ggml_nbytes(tensor));
+        return;
+    }
     const Weights weights = described(tensor);
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {

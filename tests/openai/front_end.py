@@ -17,7 +17,7 @@ from specserve.api.answer import AnswerReader, Call, Part
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.core.engine_loop import engine_thread
 from specserve.core.loading import Models
-from specserve.engine.kernels import Kernels
+from specserve.engine.kernels import Kernels, Left
 from specserve.engine.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.speculation.draft_model import DraftModel
@@ -74,7 +74,7 @@ class FrontEnd:
         drafters = Drafters(controller, *proposers, model=model, vocabulary=200, end_tokens=end_tokens)
         placement, kernels = placement_on(FakeMachine()), Kernels(None, (), "a fake engine computes")
         parts = vocabulary, grammars, KVCache(self.target), drafters, placement, kernels
-        models = Models(*parts, config, "outputs repeat")
+        models = Models(*parts, config, Left())
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))

@@ -75,7 +75,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
             return model, stack.enter_context(closing(engine))
 
         model, target = loaded(prepared["target"])
-        yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
+        yield Finding("repeating", f"{target.left_to_llama_cpp.sentence}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if "draft" in prepared:
             draft_model, draft = loaded(prepared["draft"])

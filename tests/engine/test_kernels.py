@@ -211,17 +211,15 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path) -> Non
 def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_path: Path) -> None:
     """Also after another engine, for whose model it computed something else.
 
-    Heads of eight numbers are fewer than a register holds. Q4_K takes rows of 256, for others llama.cpp takes Q5_0: so
-    some products have a kernel and others have none.
+    Heads of eight numbers are fewer than a register holds. For rows of less than 256 weights llama.cpp takes Q4_0 or
+    IQ4_NL in place of Q2_K and IQ4_XS: so some products have a kernel and others have none.
     """
     kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-    products, attention = ("matrix products",), ("attention",)
     small_heads = tiny_model(tmp_path, "q4_0", HEADS=8)
-    half_quantised = tiny_model(tmp_path, "q4_k", FEED_FORWARD=256)
-    unquantised = tmp_path / "single.gguf"
-    for path, left in ((small_heads, attention), (unquantised, products), (half_quantised, products)):
+    half_without = tiny_model(tmp_path, "iq4_xs", FEED_FORWARD=256)
+    for path, left in ((small_heads, (("attention",), ())), (half_without, ((), ("IQ4_XS",)))):
         assert open_engine(path).left_to_llama_cpp == left
-        assert open_engine(tiny).left_to_llama_cpp == ()
+        assert open_engine(tiny).left_to_llama_cpp == ((), ())
     # A row's attention reads its own sequence, or with llama.cpp's kernel all of them.
     for path, expected in ((tiny, 20), (small_heads, 32)):
         engine = open_engine(path)
@@ -229,7 +227,7 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_pa
             engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
         assert engine.kv_len([0]) == expected
     kernels.use("off")
-    assert open_engine(tiny).left_to_llama_cpp == (*products, *attention)
+    assert open_engine(tiny).left_to_llama_cpp == (("matrix products", "attention"), ())
 
 
 def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_together(tiny: Path) -> None:

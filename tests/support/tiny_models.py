@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 ARCHITECTURES = ("qwen2", "llama", "gpt2")
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
+# Of a Llama; two of them compute a token.
+EXPERTS = 0
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
 # and the draft's argmax is the target's for 3 of 4 tokens.
 SHARPNESS, DRIFT = 4.0, 0.075
@@ -158,6 +160,9 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
     else:
         writer.add_head_count_kv(HEADS // 2)
         writer.add_layer_norm_rms_eps(1e-5)
+    if EXPERTS:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
 
 
 def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
@@ -241,12 +246,16 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
         for name, (rows, columns, gain) in shapes.items():
-            weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
+            experts = (EXPERTS,) if EXPERTS and name.startswith("ffn") else ()
+            weight = normal(*experts, rows, columns, scale=gain / math.sqrt(columns))
+            bias = normal(rows, scale=0.1)
             if name in ("attn_output", "ffn_down"):
-                weight[:2], bias[:2] = 0.0, 0.0
-            tensors[f"{block}.{name}.weight"] = weight
+                weight[..., :2, :], bias[:2] = 0.0, 0.0
+            tensors[f"{block}.{name}{'_exps' if experts else ''}.weight"] = weight
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
                 tensors[f"{block}.{name}.bias"] = bias
+        if EXPERTS:
+            tensors[f"{block}.ffn_gate_inp.weight"] = normal(EXPERTS, WIDTH, scale=3 / math.sqrt(WIDTH))
     return tensors
 
 

@@ -54,6 +54,7 @@ struct Memory {
     void * base;
     std::mutex lock{};
     std::map<const ggml_tensor *, Upload> uploads{};  // of weights that are not complete yet
+    int64_t growth = 0;
 };
 
 class Extra : public ggml::cpu::extra_buffer_type {
@@ -72,10 +73,10 @@ class Extra : public ggml::cpu::extra_buffer_type {
         switch (op->op) {
             case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
             case GGML_OP_MUL_MAT:
-                if (is_ours(op->src[0]) && format_of(op->src[0]) != nullptr) {
-                    return &product();
+                if (!is_ours(op->src[0])) {
+                    return leave(kLeftProduct);
                 }
-                return is_plain(op) ? &plain_product() : leave(kLeftProduct);
+                return format_of(op->src[0]) != nullptr ? &product() : &plain_product();
             case GGML_OP_MUL_MAT_ID: return leave(kLeftFormat << op->src[0]->type);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);
             default: return nullptr;
@@ -88,16 +89,6 @@ class Extra : public ggml::cpu::extra_buffer_type {
             library().left.fetch_or(kind, std::memory_order_relaxed);
         }
         return nullptr;
-    }
-
-    // A product with a weight in GGUF's own layout, which may be one of several in a tensor.
-    static bool is_plain(const ggml_tensor * op) {
-        const ggml_tensor * weights = op->src[0];
-        const bool in_file = weights->buffer != nullptr && library().formats != 0 &&
-                             ggml_backend_buffer_get_usage(weights->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS &&
-                             ggml_backend_buffer_is_host(weights->buffer);
-        return (is_ours(weights) || in_file) && weights->nb[0] == ggml_type_size(weights->type) &&
-               op->src[1]->type == GGML_TYPE_F32 && op->src[1]->nb[0] == sizeof(float);
     }
 
     static bool is_ours(const ggml_tensor * weights) {
@@ -122,6 +113,9 @@ void pack(ggml_tensor * tensor, const uint8_t * source) {
         return;
     }
     const Weights weights = described(tensor);
+    const int64_t growth = weights.panels() * weights.panel_bytes() - static_cast<int64_t>(ggml_nbytes(tensor));
+    static_cast<Memory *>(tensor->buffer->context)->growth += growth;
+    library().growth += growth;
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {
         weights.format->pack(weights, source, weights.panels() * t / threads, weights.panels() * (t + 1) / threads,
@@ -173,8 +167,10 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     ggml_backend_buffer_i functions{};
     functions.free_buffer = [](ggml_backend_buffer_t buffer) {
         Assistants::all().wait_idle();
-        std::free(static_cast<Memory *>(buffer->context)->base);
-        delete static_cast<Memory *>(buffer->context);
+        auto * memory = static_cast<Memory *>(buffer->context);
+        library().growth -= memory->growth;
+        std::free(memory->base);
+        delete memory;
     };
     functions.get_base = [](ggml_backend_buffer_t buffer) { return static_cast<Memory *>(buffer->context)->base; };
     functions.set_tensor = set_tensor;

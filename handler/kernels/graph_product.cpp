@@ -173,29 +173,20 @@ class PlainProduct : public ggml::cpu::tensor_traits {
         for (int64_t row = params->ith; row < ggml_nrows(x); row += params->nth) {
             const auto * from = reinterpret_cast<const float *>(row_of(x, row));
             uint8_t * to = rows + static_cast<size_t>(row) * bytes;
-            if (traits.vec_dot_type == GGML_TYPE_F32) {
-                std::memcpy(to, from, bytes);
-            } else {
-                ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float(from, to, k);
-            }
+            ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float(from, to, k);
         }
-        // A piece is some columns of one of several matrices.
         const int64_t columns = weights->ne[1];
         const int64_t piece = std::clamp<int64_t>(kPiece / static_cast<int64_t>(weights->nb[1]), 1, columns);
-        const int64_t pieces = (columns + piece - 1) / piece;
-        const Pieces all(scratch, pieces * x->ne[2] * x->ne[3], params->nth);
-        all.begin(params->ith);
+        const Pieces pieces(scratch, (columns + piece - 1) / piece, params->nth);
+        pieces.begin(params->ith);
         ggml_barrier(params->threadpool);
 
-        for (int64_t p = all.take(params->ith); p >= 0; p = all.take(params->ith)) {
-            const int64_t i2 = p / pieces % x->ne[2] * weights->ne[2] / x->ne[2];
-            const int64_t i3 = p / pieces / x->ne[2] * weights->ne[3] / x->ne[3];
-            const int64_t first = p % pieces * piece;
-            for (int64_t column = first; column < std::min(columns, first + piece); column++) {
-                const char * weight = row_of(weights, (i3 * weights->ne[2] + i2) * columns + column);
-                for (int64_t i = 0, row = p / pieces * x->ne[1]; i < x->ne[1]; i++, row++) {
-                    float * to = reinterpret_cast<float *>(row_of(op, row)) + column;
-                    traits.vec_dot(static_cast<int>(k), to, 0, weight, 0, rows + static_cast<size_t>(row) * bytes, 0, 1);
+        auto * out = reinterpret_cast<float *>(row_of(op, 0));
+        for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
+            for (int64_t column = p * piece; column < std::min(columns, (p + 1) * piece); column++) {
+                for (int64_t row = 0; row < ggml_nrows(x); row++) {
+                    traits.vec_dot(static_cast<int>(k), out + row * columns + column, 0, row_of(weights, column), 0,
+                                   rows + static_cast<size_t>(row) * bytes, 0, 1);
                 }
             }
         }

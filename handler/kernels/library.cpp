@@ -65,7 +65,7 @@ EXPORT const char * specserve_use(const char * variant) {
     }
     library().kernels = kernels;
     // Else ggml's products with several experts' weights have another kernel for eight rows and more.
-    setenv("GGML_CPU_TILED_MM", "0", 0);
+    setenv("GGML_CPU_TILED_MM", "0", 1);
     auto & types = ggml_backend_cpu_get_extra_buffer_types();
     if (types.empty() || types.front() != buffer_type()) {
         types.insert(types.begin(), buffer_type());
@@ -92,8 +92,9 @@ EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
 // From now on products of passes that run in one thread are helped by one on each of these cores (assistants.h).
 EXPORT void specserve_assist(const int32_t * cores, int64_t count) { Assistants::all().run_on(cores, count); }
 
-// How often a graph came to a product or to attention of ours, since the library was loaded.
+// How often a graph came to a product or to attention of ours, since the library was loaded; and Library::growth.
 EXPORT int64_t specserve_products() { return library().products.load(); }
+EXPORT int64_t specserve_growth() { return library().growth.load(); }
 EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
 
 // What was left to ggml since the last call: see kLeftProduct in library.h; and a type's name.

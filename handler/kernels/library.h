@@ -17,6 +17,7 @@ struct Library {
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
     std::atomic<int64_t> left{0};  // kinds of operations that were left to ggml
+    std::atomic<int64_t> growth{0};  // bytes that loaded weights take beyond those in their files
     Cache * cache = nullptr;  // of the context that computes; null: llama.cpp's own attention
     const int32_t * head_groups = nullptr;  // groups of columns of the head that passes compute; null: all
     int64_t head_count = 0;

@@ -11,7 +11,7 @@ from pairs import PLAIN, Pair, TinyFiles, fixed_gamma, open_engine
 from specserve.config import ModelConfig
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray
-from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from test_kernels import logits
 from tiny_formats import tiny_model
 
@@ -32,21 +32,22 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, boo
     return tiny_model(tmp_path, form.lower(), architecture, **sizes), form, sizes is EXPERTS
 
 
-def opened(path: Path) -> LlamaEngine:
-    return open_engine(path, n_slots=2, context_length=512, threads=2, max_rows=128, max_logits=64)
-
-
 def test_logits_have_the_same_bits_in_any_pass_and_are_near_llama_cpps(case: tuple[Path, str, bool]) -> None:
     path, form, of_experts = case
 
     def logits_of(mode: kernels.Mode) -> FloatArray:
         kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
-        engine = opened(path)
+        before, model = kernels.growth(), LlamaModel(path)
+        engine = open_engine(model, n_slots=2, context_length=512, threads=2, max_rows=128, max_logits=64)
         found = logits(engine)
         if mode == "auto":
+            grows = form in ("Q5_0", "IQ4_NL", "Q3_K") and not of_experts
+            assert (kernels.growth() - before > 0.3 * path.stat().st_size) == grows
             assert engine.left_to_llama_cpp == ((), (form,) if form in WITHOUT_KERNEL or of_experts else ())
             assert largest_difference(engine) == 0
         engine.close()
+        model.close()
+        assert kernels.growth() == before
         return found
 
     ours, theirs = logits_of("auto"), logits_of("off")

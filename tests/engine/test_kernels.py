@@ -162,15 +162,18 @@ PLANTED = {
          "four_for_all(activations + 32 * r)"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
+        ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [
         ("q4_0.h", "return v < 4 ?", "return v >= 4 ?"),
         ("q8_0.h", "spread(block + 2, 8,", "spread(block + 3, 8,"),
         ("q4_k.h", "x.values + j * 32 * rows + 4 * v);", "x.values + j * 32 * rows + 4 * (v ^ 1));"),
         ("q6_k.h", "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
+        ("floats.h", "i * kLanes + lane", "i * kLanes + (lane ^ 1)"),
     ],
     "scales": [
         ("format.h", "mul(d, all(x.scales[r]))", "mul(d, all(x.scales[(r + 1) % rows]))"),
+        ("floats.h", "x.sums[i * rows + r]", "x.sums[i * rows + (r + 1) % rows]"),
         ("format.h", "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),
     ],
     "a tile's edge": [("product.h", "r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store(")],

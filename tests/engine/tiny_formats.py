@@ -21,9 +21,7 @@ def quantise_as(source: Path, target: Path, name: str) -> Path:
     return target
 
 
-def tiny_model(
-    directory: Path, form: str, architecture: str = "qwen2", *, role: str = "target", **sizes: int
-) -> Path:
+def tiny_model(directory: Path, form: str, architecture: str = "qwen2", *, role: str = "target", **sizes: int) -> Path:
     """A tiny model of other sizes in one format; beside it `single.gguf`, in single precision, which F32 is."""
     single = directory / "single.gguf"
     with pytest.MonkeyPatch.context() as patch:

@@ -244,9 +244,10 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
     else:
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
+        shapes |= {"ffn_gate_inp": (EXPERTS, WIDTH, 3.0)} if EXPERTS else {}
     for block in (f"blk.{layer}" for layer in range(LAYERS)):
         for name, (rows, columns, gain) in shapes.items():
-            experts = (EXPERTS,) if EXPERTS and name.startswith("ffn") else ()
+            experts = (EXPERTS,) if EXPERTS and name in ("ffn_up", "ffn_down", "ffn_gate") else ()
             weight = normal(*experts, rows, columns, scale=gain / math.sqrt(columns))
             bias = normal(rows, scale=0.1)
             if name in ("attn_output", "ffn_down"):
@@ -254,8 +255,6 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
             tensors[f"{block}.{name}{'_exps' if experts else ''}.weight"] = weight
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
                 tensors[f"{block}.{name}.bias"] = bias
-        if EXPERTS:
-            tensors[f"{block}.ffn_gate_inp.weight"] = normal(EXPERTS, WIDTH, scale=3 / math.sqrt(WIDTH))
     return tensors
 
 

@@ -115,7 +115,7 @@ def load_models(config: HandlerConfig) -> Models:
         config,
         left,
         draft_model,
-        loaded_bytes(config, target_model, draft_model),
+        loaded_bytes(config, target_model, draft_model) + kernels.growth(),
     )
 
 

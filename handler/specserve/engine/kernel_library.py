@@ -28,6 +28,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "assist": (None, [_POINTER, _LONG]),
     "products": (_LONG, []),
     "attentions": (_LONG, []),
+    "growth": (_LONG, []),
     "left": (_LONG, []),
     "type": (_TEXT, [_INT]),
     "max_tile": (_INT, []),

@@ -101,6 +101,12 @@ def calls() -> tuple[int, int]:
     return (found.specserve_products(), found.specserve_attentions()) if found else (0, 0)
 
 
+def growth() -> int:
+    """Return the bytes that loaded weights take beyond those in their files: Q5_0 is packed as Q8_0, for example."""
+    found = loaded()
+    return int(found.specserve_growth()) if found else 0
+
+
 def left_to_llama_cpp(run: Callable[[], object]) -> Left:
     """Return what llama.cpp computes in the passes in `run`; no others may run meanwhile."""
     found, before = loaded(), calls()

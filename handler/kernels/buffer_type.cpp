@@ -1,8 +1,9 @@
 // A buffer type for weights: the way by which llama.cpp comes to these kernels.
 //
 // When a model is loaded, llama.cpp asks the CPU backend's extra buffer types, in order, whether they support the
-// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products of its formats: the
-// weight is then allocated here, packed once in set_tensor, and every product with it comes to graph_product.cpp.
+// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products: the weight is then
+// allocated here, packed once in set_tensor if its format has kernels, and every product with it comes to
+// graph_product.cpp.
 
 #include <sys/mman.h>
 
@@ -34,10 +35,11 @@ const Format * format_of(const ggml_tensor * weights) {
     return fits ? format : nullptr;
 }
 
-// Whether the loader is to give us this weight.
+// Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own.
 bool takes(const ggml_tensor * weights) {
     const Format * format = format_of(weights);
-    return format != nullptr && (library().formats >> (format - library().kernels->formats) & 1) != 0;
+    return format == nullptr ? library().formats != 0 && ggml_n_dims(weights) <= 2
+                             : (library().formats >> (format - library().kernels->formats) & 1) != 0;
 }
 
 // Bytes of a weight that is written piece by piece.
@@ -52,13 +54,14 @@ struct Memory {
     void * base;
     std::mutex lock{};
     std::map<const ggml_tensor *, Upload> uploads{};  // of weights that are not complete yet
+    int64_t growth = 0;
 };
 
 class Extra : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // A weight without data is a question of the loader's; one with data was taken.
-        return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && (op->src[0]->data != nullptr || takes(op->src[0])) &&
-               op->src[1]->type == GGML_TYPE_F32 &&
+        // A weight without data is a question of the loader's; one with data was taken. A view of it would have no panels.
+        return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
+               (op->src[0]->data != nullptr || takes(op->src[0])) && op->src[1]->type == GGML_TYPE_F32 &&
                (op->src[1]->buffer == nullptr || ggml_backend_buffer_is_host(op->src[1]->buffer));
     }
 
@@ -69,15 +72,19 @@ class Extra : public ggml::cpu::extra_buffer_type {
         }
         switch (op->op) {
             case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
-            case GGML_OP_MUL_MAT: return is_ours(op->src[0]) ? &product() : leave(kLeftProduct);
-            case GGML_OP_MUL_MAT_ID: return leave(kLeftProduct);
+            case GGML_OP_MUL_MAT:
+                if (!is_ours(op->src[0])) {
+                    return leave(kLeftProduct);
+                }
+                return format_of(op->src[0]) != nullptr ? &product() : &plain_product();
+            case GGML_OP_MUL_MAT_ID: return leave(kLeftFormat << op->src[0]->type);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);
             default: return nullptr;
         }
     }
 
     // Notes that ggml computes an operation. Every thread asks for every operation, so what is noted is only read.
-    static ggml::cpu::tensor_traits * leave(int kind) {
+    static ggml::cpu::tensor_traits * leave(int64_t kind) {
         if ((library().left.load(std::memory_order_relaxed) & kind) == 0) {
             library().left.fetch_or(kind, std::memory_order_relaxed);
         }
@@ -101,7 +108,14 @@ void * allocate(size_t size) {
 }
 
 void pack(ggml_tensor * tensor, const uint8_t * source) {
+    if (format_of(tensor) == nullptr) {
+        std::memcpy(tensor->data, source, ggml_nbytes(tensor));
+        return;
+    }
     const Weights weights = described(tensor);
+    const int64_t growth = weights.panels() * weights.panel_bytes() - static_cast<int64_t>(ggml_nbytes(tensor));
+    static_cast<Memory *>(tensor->buffer->context)->growth += growth;
+    library().growth += growth;
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {
         weights.format->pack(weights, source, weights.panels() * t / threads, weights.panels() * (t + 1) / threads,
@@ -153,8 +167,10 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     ggml_backend_buffer_i functions{};
     functions.free_buffer = [](ggml_backend_buffer_t buffer) {
         Assistants::all().wait_idle();
-        std::free(static_cast<Memory *>(buffer->context)->base);
-        delete static_cast<Memory *>(buffer->context);
+        auto * memory = static_cast<Memory *>(buffer->context);
+        library().growth -= memory->growth;
+        std::free(memory->base);
+        delete memory;
     };
     functions.get_base = [](ggml_backend_buffer_t buffer) { return static_cast<Memory *>(buffer->context)->base; };
     functions.set_tensor = set_tensor;

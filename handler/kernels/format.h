@@ -1,11 +1,13 @@
-// What the weight formats are written with. Each is a struct in a file of its own (q4_0.h, q8_0.h, q4_k.h, q6_k.h):
+// What the weight formats are written with. Each is a struct (q4_0.h, q8_0.h, q4_k.h, q6_k.h, floats.h, transcoded.h):
 //
 //   type, length, bytes          ggml's type; the weights of a block, and its bytes in a GGUF file
 //   weight_bytes, side_bytes     of a panel's block: its weights, and the scales that lie before them
 //   group                        blocks whose scales lie together, as many as make whole vectors
 //   sums                         words of a block and row in Tile::sums
 //   pack(block, weights, side, lane)   a block of GGUF's into a column of a panel's block
-//   sum(bytes, part, sums, stride)     the words for 32 activations, the `part`th of a block; word i is sums[i * stride]
+//   Kernel                       the struct itself; where another one is packed as (transcoded.h), that
+//   sum(bytes, part, sums, stride)     the words for 32 activations, the `part`th of a block; word i is sums[i * stride];
+//                                      or keep(x, sums, stride) where activations are not rounded
 //   multiply<rows>(weights, side, x, out)   add the products of a panel's block with a tile's activations
 //
 // A format is added as such a struct, and as a row of kFormats in product.h.
@@ -116,7 +118,7 @@ inline void multiply_32(const Ints * weights, const uint8_t * side, const Activa
 
 #else
 
-// A sub-block's sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q6_k less its bias.
+// A sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q5_k, and of a q6_k less its bias.
 static_assert(16 * 15 * 127 <= INT16_MAX && 8 * 32 * 127 <= INT16_MAX, "sums of 16 bits would overflow");
 static_assert(2 * 63 * 127 <= INT16_MAX, "vpmaddubsw would saturate");
 

@@ -16,8 +16,9 @@ inline uint8_t * aligned(void * memory) {
 // A weight of the buffer type.
 Weights described(const ggml_tensor *);
 
-// A matrix product with such a weight (graph_product.cpp).
+// A matrix product with such a weight, and with one in GGUF's own layout by ggml's dot products (graph_product.cpp).
 ggml::cpu::tensor_traits & product();
+ggml::cpu::tensor_traits & plain_product();
 
 // Attention, and whether an operation is one that attention.h can do; a write into a KV cache; and what takes the place
 // of all other operations while saved keys and values are loaded (graph_attention.cpp).

@@ -90,6 +90,14 @@ class Columns {
     int64_t lanes_;
 };
 
+char * row_of(const ggml_tensor * t, int64_t row) {
+    const int64_t i1 = row % t->ne[1];
+    const int64_t i2 = row / t->ne[1] % t->ne[2];
+    const int64_t i3 = row / t->ne[1] / t->ne[2];
+    return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2] +
+           static_cast<size_t>(i3) * t->nb[3];
+}
+
 class Product : public ggml::cpu::tensor_traits {
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
         const Weights weights = described(op->src[0]);
@@ -136,12 +144,53 @@ class Product : public ggml::cpu::tensor_traits {
         return true;
     }
 
-    static char * row_of(const ggml_tensor * t, int64_t row) {
-        const int64_t i1 = row % t->ne[1];
-        const int64_t i2 = row / t->ne[1] % t->ne[2];
-        const int64_t i3 = row / t->ne[1] / t->ne[2];
-        return static_cast<char *>(t->data) + static_cast<size_t>(i1) * t->nb[1] + static_cast<size_t>(i2) * t->nb[2] +
-               static_cast<size_t>(i3) * t->nb[3];
+};
+
+// Any format that ggml has a dot product of, of one row and one column: slow, but a row's result is the same in any
+// company, which that of ggml's own products is not: they have other kernels for several rows.
+class PlainProduct : public ggml::cpu::tensor_traits {
+    static size_t row_bytes(const ggml_tensor * op) {
+        return ggml_row_size(ggml_get_type_traits_cpu(op->src[0]->type)->vec_dot_type, op->src[0]->ne[0]);
+    }
+
+    bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
+        size = kAlignment + Pieces::bytes(threads) + static_cast<size_t>(ggml_nrows(op->src[1])) * row_bytes(op);
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        const ggml_tensor * weights = op->src[0];
+        const ggml_tensor * x = op->src[1];
+        if (params->ith == 0) {
+            library().products.fetch_add(1, std::memory_order_relaxed);
+            library().left.fetch_or(kLeftFormat << weights->type, std::memory_order_relaxed);
+        }
+        const ggml_type_traits_cpu & traits = *ggml_get_type_traits_cpu(weights->type);
+        const auto k = weights->ne[0];
+        const size_t bytes = row_bytes(op);
+        auto * scratch = aligned(params->wdata);
+        uint8_t * rows = scratch + Pieces::bytes(params->nth);
+        for (int64_t row = params->ith; row < ggml_nrows(x); row += params->nth) {
+            const auto * from = reinterpret_cast<const float *>(row_of(x, row));
+            uint8_t * to = rows + static_cast<size_t>(row) * bytes;
+            ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float(from, to, k);
+        }
+        const int64_t columns = weights->ne[1];
+        const int64_t piece = std::clamp<int64_t>(kPiece / static_cast<int64_t>(weights->nb[1]), 1, columns);
+        const Pieces pieces(scratch, (columns + piece - 1) / piece, params->nth);
+        pieces.begin(params->ith);
+        ggml_barrier(params->threadpool);
+
+        auto * out = reinterpret_cast<float *>(row_of(op, 0));
+        for (int64_t p = pieces.take(params->ith); p >= 0; p = pieces.take(params->ith)) {
+            for (int64_t column = p * piece; column < std::min(columns, (p + 1) * piece); column++) {
+                for (int64_t row = 0; row < ggml_nrows(x); row++) {
+                    traits.vec_dot(static_cast<int>(k), out + row * columns + column, 0, row_of(weights, column), 0,
+                                   rows + static_cast<size_t>(row) * bytes, 0, 1);
+                }
+            }
+        }
+        return true;
     }
 };
 
@@ -149,6 +198,11 @@ class Product : public ggml::cpu::tensor_traits {
 
 ggml::cpu::tensor_traits & product() {
     static Product it;
+    return it;
+}
+
+ggml::cpu::tensor_traits & plain_product() {
+    static PlainProduct it;
     return it;
 }
 

@@ -4,6 +4,7 @@
 #include "cache.h"
 #include "library.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <string_view>
@@ -63,6 +64,8 @@ EXPORT const char * specserve_use(const char * variant) {
         return nullptr;
     }
     library().kernels = kernels;
+    // Else ggml's products with several experts' weights have another kernel for eight rows and more.
+    setenv("GGML_CPU_TILED_MM", "0", 1);
     auto & types = ggml_backend_cpu_get_extra_buffer_types();
     if (types.empty() || types.front() != buffer_type()) {
         types.insert(types.begin(), buffer_type());
@@ -89,12 +92,14 @@ EXPORT void specserve_compute_head(const int32_t * groups, int64_t count) {
 // From now on products of passes that run in one thread are helped by one on each of these cores (assistants.h).
 EXPORT void specserve_assist(const int32_t * cores, int64_t count) { Assistants::all().run_on(cores, count); }
 
-// How often a graph came to a product or to attention of ours, since the library was loaded.
+// How often a graph came to a product or to attention of ours, since the library was loaded; and Library::growth.
 EXPORT int64_t specserve_products() { return library().products.load(); }
+EXPORT int64_t specserve_growth() { return library().growth.load(); }
 EXPORT int64_t specserve_attentions() { return library().attentions.load(); }
 
-// What was left to ggml since the last call: bit 0 for matrix products, bit 1 for attention.
-EXPORT int specserve_left() { return library().left.exchange(0); }
+// What was left to ggml since the last call: see kLeftProduct in library.h; and a type's name.
+EXPORT int64_t specserve_left() { return library().left.exchange(0); }
+EXPORT const char * specserve_type(int type) { return ggml_type_name(static_cast<ggml_type>(type)); }
 
 // See ProductCase in library.h; by the variant in use, and by the format's number.
 EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * weights, int pieces,

@@ -16,14 +16,18 @@ struct Library {
     unsigned formats = 0;               // bit n: weights of its format n that are loaded from now on are taken
     std::atomic<int64_t> products{0};   // calls of compute_forward, counted by thread 0
     std::atomic<int64_t> attentions{0};
-    std::atomic<int> left{0};  // kinds of operations that were left to ggml
+    std::atomic<int64_t> left{0};  // kinds of operations that were left to ggml
+    std::atomic<int64_t> growth{0};  // bytes that loaded weights take beyond those in their files
     Cache * cache = nullptr;  // of the context that computes; null: llama.cpp's own attention
     const int32_t * head_groups = nullptr;  // groups of columns of the head that passes compute; null: all
     int64_t head_count = 0;
 };
 
-constexpr int kLeftProduct = 1;  // bits of Library::left
-constexpr int kLeftAttention = 2;
+// Bits of Library::left: operations whose results depend on the number of rows; and from kLeftFormat on ggml's types of
+// weights whose results do not, but which have no kernel.
+constexpr int64_t kLeftProduct = 1;
+constexpr int64_t kLeftAttention = 2;
+constexpr int64_t kLeftFormat = 4;
 constexpr int64_t kHeadGroup = 16;  // columns of a group: one or two panels
 
 Library & library();

@@ -16,10 +16,10 @@
 
 #pragma once
 
+#include "floats.h"
 #include "q4_0.h"
 #include "q4_k.h"
-#include "q6_k.h"
-#include "q8_0.h"
+#include "transcoded.h"
 
 namespace {
 
@@ -61,13 +61,18 @@ void pack(const Weights & w, const uint8_t * source, int64_t first, int64_t last
 template <class F> void quantise(const float * source, int64_t first, int64_t last, const Tile & tile, int row) {
     for (int64_t block = first; block < last; block++) {
         const float * x = source + block * F::length;
-        const float largest = largest_magnitude(x, F::length);
-        tile.scales[block * tile.rows + row] = largest / 127.0F;
-        const float factor = largest > 0 ? 127.0F / largest : 0.0F;
-        for (int part = 0; part < F::length / 32; part++) {
-            int8_t * bytes = tile.values + ((block * (F::length / 32) + part) * tile.rows + row) * 32;
-            round_32(x + 32 * part, factor, bytes);
-            F::sum(bytes, part, tile.sums + block * F::sums * tile.rows + row, tile.rows);
+        int32_t * sums = tile.sums + block * F::sums * tile.rows + row;
+        if constexpr (requires { F::keep; }) {
+            F::keep(x, sums, tile.rows);
+        } else {
+            const float largest = largest_magnitude(x, F::length);
+            tile.scales[block * tile.rows + row] = largest / 127.0F;
+            const float factor = largest > 0 ? 127.0F / largest : 0.0F;
+            for (int part = 0; part < F::length / 32; part++) {
+                int8_t * bytes = tile.values + ((block * (F::length / 32) + part) * tile.rows + row) * 32;
+                round_32(x + 32 * part, factor, bytes);
+                F::sum(bytes, part, sums, tile.rows);
+            }
         }
     }
 }
@@ -110,9 +115,11 @@ template <class F> void multiply(const Weights & w, int64_t panel, const Tile & 
 }
 
 template <class F>
-constexpr Format kFormat = {F::type,    F::length,   F::sums,    F::weight_bytes + F::side_bytes,
-                            pack<F>, quantise<F>, multiply<F>};
+constexpr Format kFormat = {F::type, F::length, F::sums, F::weight_bytes + F::side_bytes,
+                            pack<F>, quantise<typename F::Kernel>, multiply<typename F::Kernel>};
 
-constexpr Format kFormats[] = {kFormat<Q4_0>, kFormat<Q8_0>, kFormat<Q4_K>, kFormat<Q6_K>};
+constexpr Format kFormats[] = {kFormat<Q4_0>,   kFormat<Q8_0>, kFormat<Q4_K>, kFormat<Q6_K>, kFormat<Q5_0>,
+                               kFormat<IQ4_NL>, kFormat<Q3_K>, kFormat<Q5_K>, kFormat<F32>,  kFormat<F16>,
+                               kFormat<BF16>};
 
 }  // namespace

@@ -10,6 +10,7 @@ struct Q4_0 {
     static constexpr ggml_type type = GGML_TYPE_Q4_0;
     static constexpr int length = 32, bytes = 18, group = 8, sums = 1;
     static constexpr int64_t weight_bytes = 4 * kVector, side_bytes = 2 * kLanes;
+    using Kernel = Q4_0;
 
     static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
         std::memcpy(side + 2 * lane, block, 2);

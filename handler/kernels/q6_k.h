@@ -15,6 +15,7 @@ struct Q6_K {
     static constexpr int length = 256, bytes = 210, group = 1, sums = 16;
     static constexpr int64_t weight_bytes = 48 * kVector;
     static constexpr int64_t side_bytes = 5 * kVector;  // 16 scales of 8 bits, d
+    using Kernel = Q6_K;
 
     static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
         uint8_t values[256];
@@ -28,6 +29,11 @@ struct Q6_K {
                 }
             }
         }
+        pack_values(values, block + 192, block + 208, weights, side, lane);
+    }
+
+    static void pack_values(const uint8_t * values, const uint8_t * scales, const uint8_t * d, uint8_t * weights,
+                            uint8_t * side, int lane) {
         for (int pair = 0; pair < 4; pair++) {
             const uint8_t * first = values + 64 * pair;
             const uint8_t * second = first + 32;
@@ -46,9 +52,9 @@ struct Q6_K {
             spread(nibbles + 16, 4, to + 8 * kVector, lane);
         }
         for (int j = 0; j < 16; j++) {
-            side[j * kLanes + lane] = block[192 + j];
+            side[j * kLanes + lane] = scales[j];
         }
-        std::memcpy(side + 16 * kLanes + 2 * lane, block + 208, 2);
+        std::memcpy(side + 16 * kLanes + 2 * lane, d, 2);
     }
 
     static void sum(const int8_t * bytes, int part, int32_t * sums, int stride) {

@@ -10,6 +10,7 @@ struct Q8_0 {
     static constexpr ggml_type type = GGML_TYPE_Q8_0;
     static constexpr int length = 32, bytes = 34, group = 8, sums = 1;
     static constexpr int64_t weight_bytes = 8 * kVector, side_bytes = 2 * kLanes;
+    using Kernel = Q8_0;
 
     static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
         std::memcpy(side + 2 * lane, block, 2);

@@ -40,6 +40,9 @@ inline Floats zero() { return _mm256_setzero_ps(); }
 inline Floats all(float x) { return _mm256_set1_ps(x); }
 inline Floats to_float(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline Floats halves(const void * p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+inline Floats brain_floats(const void * p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p))), 16));
+}
 inline Floats mul(Floats x, Floats y) { return _mm256_mul_ps(x, y); }
 inline Floats fma(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
 inline Floats fnma(Floats x, Floats y, Floats z) { return _mm256_fnmadd_ps(x, y, z); }

@@ -48,6 +48,9 @@ inline Floats to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Floats halves(const void * p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i *>(p)));
 }
+inline Floats brain_floats(const void * p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i *>(p))), 16));
+}
 inline Floats mul(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
 inline Floats fma(Floats x, Floats y, Floats z) { return _mm512_fmadd_ps(x, y, z); }
 inline Floats fnma(Floats x, Floats y, Floats z) { return _mm512_fnmadd_ps(x, y, z); }

@@ -58,6 +58,9 @@ inline Floats to_float(Ints x) { return vcvtq_f32_s32(x); }
 inline Floats halves(const void * p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(static_cast<const uint8_t *>(p))));
 }
+inline Floats brain_floats(const void * p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(static_cast<const uint8_t *>(p))), 16));
+}
 inline Floats mul(Floats x, Floats y) { return vmulq_f32(x, y); }
 inline Floats fma(Floats x, Floats y, Floats z) { return vfmaq_f32(z, x, y); }
 inline Floats fnma(Floats x, Floats y, Floats z) { return vfmsq_f32(z, x, y); }

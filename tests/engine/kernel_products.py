@@ -22,9 +22,9 @@ Floats = NDArray[np.float32]
 # The variants that this processor supports, the best one first. Tests name their variant: without a name it is used
 # only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K", "Q5_K", "F32", "F16", "BF16")
 # Weights of a block.
-BLOCK = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
-FORMATS = tuple(BLOCK)
+BLOCK = {name: 256 if name.endswith("K") else 32 for name in FORMATS}
 
 
 # Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again: when tests

@@ -193,7 +193,7 @@ def cache_type(request: pytest.FixtureRequest) -> CacheType:
 def slots(variant: str, wide: Path, cache_type: CacheType) -> Iterator[Slots]:
     assert variant
     found = Slots(wide, cache_type)
-    assert not found.engine.left_to_llama_cpp
+    assert not any(found.engine.left_to_llama_cpp)
     yield found
     found.engine.close()
 

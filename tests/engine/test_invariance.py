@@ -78,13 +78,13 @@ def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_c
 def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_the_whole_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """IQ4_XS, in rows of 256 weights, has no kernel of specserve's."""
+    """IQ4_XS, in rows of 256 weights, has no kernel of specserve's, and is exact all the same."""
     # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
     monkeypatch.setattr(kernel_trial, "run", dict)
     modes: list[tuple[str, kernels.Mode, str]] = [
-        ("q4_0", "auto", "specserve's kernels compute a row alike in any pass: {} repeat exactly"),
-        ("iq4_xs", "auto", "llama.cpp's kernels compute matrix products: {} may differ"),
-        ("q4_0", "off", "llama.cpp's kernels compute matrix products and attention: {} may differ"),
+        ("q4_0", "auto", "exact: true: a row has the same bits in any pass: {} repeat exactly"),
+        ("iq4_xs", "auto", "exact: true: a row has the same bits in any pass: {} repeat exactly"),
+        ("q4_0", "off", "exact: false: llama.cpp's kernels compute matrix products and attention: {} may differ"),
     ]
     for form, mode, sentence in modes:
         caplog.clear()
@@ -92,8 +92,8 @@ def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_
         sizes: dict[str, Any] = {"sequences": 3, "context_length": 512, "threads": 1}
         with caplog.at_level("INFO"):
             models = load_models(HandlerConfig(model_id="tiny", kernels=mode, target=target, **sizes))
-        assert models.repeats.startswith(sentence.format("greedy and seeded outputs"))
-        [record] = [record for record in caplog.records if models.repeats in record.getMessage()]
-        assert (record.levelname == "WARNING") == (form == "iq4_xs" or mode == "off")
-        left = f"{form}.gguf: llama.cpp's own kernels compute matrix products of this model"
+        assert models.left.sentence.startswith(sentence.format("greedy and seeded outputs"))
+        [record] = [record for record in caplog.records if models.left.sentence in record.getMessage()]
+        assert (record.levelname == "WARNING") == (mode == "off")
+        left = f"{form}.gguf: llama.cpp's own kernels compute products of IQ4_XS weights of this model"
         assert (left in caplog.text) == (form == "iq4_xs")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernel_products import needs_kernels
+from kernel_products import FORMATS, needs_kernels
 from planted import INCLUDE, SOURCES
 from specserve.engine import kernel_library, kernel_trial, kernels
 from specserve.errors import Unusable
@@ -146,7 +146,7 @@ def test_a_library_is_tried_until_it_has_passed(
     monkeypatch.setattr(kernel_trial, "_run_in_another_process", run)
     assert kernels.use("auto").sentence == "llama.cpp's own kernels compute: attention is wrong"
     for _ in range(2):
-        assert kernels.use("auto").formats == ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+        assert kernels.use("auto").formats == FORMATS
     be(compiled(tmp_path, ""))
     with pytest.raises(IndexError):
         kernels.use("auto")

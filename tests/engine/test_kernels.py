@@ -41,15 +41,18 @@ def errors(got: FloatArray, expected: NDArray[np.float64]) -> tuple[float, float
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_are_as_accurate_as_llama_cpps(name: str) -> None:
-    """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products."""
+    """Both round activations to 8 bits, so their errors have the same size: within 5 % over 23,000 products.
+
+    Or ours do not round them, and only sums in single precision.
+    """
     blocks, x = quantised(name, numbers(1, 71, 1024)), numbers(2, 330, 1024)
     expected = exact(name, blocks, x)
     stock = errors(product(name, blocks, x, ours=False)[0], expected)
     for _ in variants():
         for threads in (1, 2):
             ours = errors(product(name, blocks, x, threads=threads)[0], expected)
-            assert ours[0] <= 1.05 * stock[0]
-            assert ours[1] <= 1.3 * stock[1]
+            assert ours[0] <= max(1.05 * stock[0], 2e-7)
+            assert ours[1] <= max(1.3 * stock[1], 2e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -93,11 +96,16 @@ def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: s
             assert np.array_equal(product(name, blocks, poisoned)[0][others], expected[others])
 
 
+# Where a block has numbers of half precision.
+HALVES = dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,)) | dict.fromkeys(("Q4_K", "Q5_K"), (0, 2))
+HALVES |= {"Q6_K": (208,), "Q3_K": (108,)}
+
+
 def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: str) -> None:
     """Give noise the numbers of half precision that blocks have, since random ones may be infinite."""
     size = blocks.shape[1] * BLOCK[name] // 512
     for start in range(0, blocks.shape[1], size):
-        for half in {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]:
+        for half in HALVES.get(name, range(0, size, 2)):
             noise[:, start + half : start + half + 2] = blocks[:, start + half : start + half + 2]
 
 
@@ -105,7 +113,7 @@ def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: st
 def test_sums_of_the_largest_weights_and_activations_do_not_overflow(name: str) -> None:
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
-    scales = {"Q4_K": slice(4, 16), "Q6_K": slice(192, 208)}.get(name, slice(0))
+    scales = {"Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208)}.get(name, slice(0))
     x = np.ones((8, 512), np.float32)
     x[1::4] = -1
     x[2::4, ::2] = -1
@@ -154,15 +162,18 @@ PLANTED = {
          "four_for_all(activations + 32 * r)"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
+        ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [
         ("q4_0.h", "return v < 4 ?", "return v >= 4 ?"),
         ("q8_0.h", "spread(block + 2, 8,", "spread(block + 3, 8,"),
         ("q4_k.h", "x.values + j * 32 * rows + 4 * v);", "x.values + j * 32 * rows + 4 * (v ^ 1));"),
         ("q6_k.h", "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
+        ("floats.h", "i * kLanes + lane", "i * kLanes + (lane ^ 1)"),
     ],
     "scales": [
         ("format.h", "mul(d, all(x.scales[r]))", "mul(d, all(x.scales[(r + 1) % rows]))"),
+        ("floats.h", "x.sums[i * rows + r]", "x.sums[i * rows + (r + 1) % rows]"),
         ("format.h", "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),
     ],
     "a tile's edge": [("product.h", "r < rows; r++) {\n        store(", "r < rows - 1; r++) {\n        store(")],
@@ -203,17 +214,15 @@ def test_a_forward_pass_calls_the_kernels_unless_they_are_off(tiny: Path) -> Non
 def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_path: Path) -> None:
     """Also after another engine, for whose model it computed something else.
 
-    Heads of eight numbers are fewer than a register holds. Q4_K takes rows of 256, for others llama.cpp takes Q5_0: so
-    some products have a kernel and others have none.
+    Heads of eight numbers are fewer than a register holds. For rows of less than 256 weights llama.cpp takes Q4_0 or
+    IQ4_NL in place of Q2_K and IQ4_XS: so some products have a kernel and others have none.
     """
     kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-    products, attention = ("matrix products",), ("attention",)
     small_heads = tiny_model(tmp_path, "q4_0", HEADS=8)
-    half_quantised = tiny_model(tmp_path, "q4_k", FEED_FORWARD=256)
-    unquantised = tmp_path / "single.gguf"
-    for path, left in ((small_heads, attention), (unquantised, products), (half_quantised, products)):
+    half_without = tiny_model(tmp_path, "iq4_xs", FEED_FORWARD=256)
+    for path, left in ((small_heads, (("attention",), ())), (half_without, ((), ("IQ4_XS",)))):
         assert open_engine(path).left_to_llama_cpp == left
-        assert open_engine(tiny).left_to_llama_cpp == ()
+        assert open_engine(tiny).left_to_llama_cpp == ((), ())
     # A row's attention reads its own sequence, or with llama.cpp's kernel all of them.
     for path, expected in ((tiny, 20), (small_heads, 32)):
         engine = open_engine(path)
@@ -221,7 +230,7 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_pa
             engine.forward([Row(40, slot, position, wants_logits=False) for position in range(length)])
         assert engine.kv_len([0]) == expected
     kernels.use("off")
-    assert open_engine(tiny).left_to_llama_cpp == (*products, *attention)
+    assert open_engine(tiny).left_to_llama_cpp == (("matrix products", "attention"), ())
 
 
 def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_together(tiny: Path) -> None:

@@ -17,7 +17,7 @@ from specserve.api.answer import AnswerReader, Call, Part
 from specserve.config import HandlerConfig, ModelConfig, SpeculationConfig
 from specserve.core.engine_loop import engine_thread
 from specserve.core.loading import Models
-from specserve.engine.kernels import Kernels
+from specserve.engine.kernels import Kernels, Left
 from specserve.engine.kv_cache import KVCache
 from specserve.observability.metrics import Served
 from specserve.speculation.draft_model import DraftModel
@@ -51,7 +51,9 @@ def body_of(route: str, text: str = "hello", **fields: Any) -> dict[str, Any]:
 class FrontEnd:
     """TorchServe's live requests: each has a row, which contains its body until the first reply."""
 
-    def __init__(self, *, chat_template: str | None = TEMPLATE, grammars: Any = None, **options: Any) -> None:
+    def __init__(
+        self, *, chat_template: str | None = TEMPLATE, grammars: Any = None, left: Left | None = None, **options: Any
+    ) -> None:
         self.target = FakeEngine(vocabulary=200, n_slots=SLOTS)
         self.draft = FakeEngine(vocabulary=200, n_slots=SLOTS, blend=0.3)
         self.handler = Handler()
@@ -74,7 +76,7 @@ class FrontEnd:
         drafters = Drafters(controller, *proposers, model=model, vocabulary=200, end_tokens=end_tokens)
         placement, kernels = placement_on(FakeMachine()), Kernels(None, (), "a fake engine computes")
         parts = vocabulary, grammars, KVCache(self.target), drafters, placement, kernels
-        models = Models(*parts, config, "outputs repeat")
+        models = Models(*parts, config, left or Left())
         self._engine_thread = engine_thread()
         with mock.patch.object(torchserve, "engine_thread", return_value=self._engine_thread):
             self.handler.start(config, lambda _config: models, Served("qwen", "1.0"))

@@ -26,6 +26,7 @@ from specserve.api.routes import Routes
 from specserve.config import SpeculationConfig
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
+from specserve.engine.kernels import Left
 from specserve.observability.metrics import Metrics
 from specserve.torchserve import handler as torchserve
 
@@ -114,6 +115,16 @@ def test_usage_comes_at_the_end_of_a_stream_or_in_each_chunk_if_asked_for(front_
     assert continuous[-1]["usage"] == continuous[-2]["usage"]
     assert at_end["usage"]["completion_tokens"] == counts[-1]
     assert not any("usage" in chunk for chunk in none)
+
+
+def test_a_model_that_is_not_exact_is_listed_so() -> None:
+    for left in (Left(formats=("IQ4_XS",)), Left(("attention",))):
+        front_end = FrontEnd(left=left)
+        assert front_end.ask(None, "v1/models/qwen")["exact"] == (not left.parts)
+        found = front_end.speculation_status()
+        assert found["left_to_llama_cpp"] == {"parts": list(left.parts), "formats": list(left.formats)}
+        assert found["batch_invariance"] == {"exact": not left.parts, "sentence": left.sentence}
+        assert f"exact: {json.dumps(not left.parts)}" in left.sentence
 
 
 def test_models_are_listed_and_retrieved_and_an_unknown_model_or_route_is_a_404(front_end: FrontEnd) -> None:

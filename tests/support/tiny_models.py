@@ -24,6 +24,8 @@ TOKENISERS = {name: name for name in ARCHITECTURES} | {"gemma3": "qwen2", HYBRID
 WINDOW = 16
 # The network's sizes: layers, features, heads, features of a feed-forward layer, tokens; and merges of the tokeniser.
 LAYERS, WIDTH, HEADS, FEED_FORWARD, CONTEXT, MERGES = 2, 64, 4, 128, 2048, 160
+# Of a Llama; two of them compute a token.
+EXPERTS = 0
 # The scale of the logits, and the share of noise in a draft's weights: the target has 2 to 3 bits of entropy per token,
 # and the draft's argmax is the target's for 3 of 4 tokens.
 SHARPNESS, DRIFT = 4.0, 0.075
@@ -172,6 +174,9 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
         writer.add_sliding_window_pattern(2)
     if architecture == HYBRID:
         writer.add_shortconv_l_cache(3)
+    if EXPERTS:
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
 
 
 def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
@@ -267,6 +272,7 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
     else:
         shapes |= {"attn_q": (WIDTH, WIDTH, 1.5), "ffn_gate": (FEED_FORWARD, WIDTH, 1.0)}
         shapes |= {"attn_k": (WIDTH // 2, WIDTH, 1.5), "attn_v": (WIDTH // 2, WIDTH, 1.5)}
+        shapes |= {"ffn_gate_inp": (EXPERTS, WIDTH, 3.0)} if EXPERTS else {}
     recurrent = {name: shape for name, shape in shapes.items() if name.startswith("ffn")}
     recurrent |= {"shortconv.in_proj": (3 * WIDTH, WIDTH, 1.5), "shortconv.conv": (WIDTH, 3, 1.0)}
     recurrent["shortconv.out_proj"] = WIDTH, WIDTH, 0.7
@@ -274,10 +280,12 @@ def _weights(architecture: str, tokens: list[_Token], drift: float) -> dict[str,
         for name, (rows, columns, gain) in (
             recurrent if (architecture, block) == (HYBRID, "blk.0") else shapes
         ).items():
-            weight, bias = normal(rows, columns, scale=gain / math.sqrt(columns)), normal(rows, scale=0.1)
+            experts = (EXPERTS,) if EXPERTS and name in ("ffn_up", "ffn_down", "ffn_gate") else ()
+            weight = normal(*experts, rows, columns, scale=gain / math.sqrt(columns))
+            bias = normal(rows, scale=0.1)
             if name in ("attn_output", "ffn_down", "shortconv.out_proj"):
-                weight[:2], bias[:2] = 0.0, 0.0
-            tensors[f"{block}.{name}.weight"] = weight
+                weight[..., :2, :], bias[:2] = 0.0, 0.0
+            tensors[f"{block}.{name}{'_exps' if experts else ''}.weight"] = weight
             if architecture == "gpt2" or (architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")):
                 tensors[f"{block}.{name}.bias"] = bias
     return tensors

@@ -149,7 +149,8 @@ class Routes:
                 for role, file, model in pairs
                 if file is not None and model is not None
             },
-            "batch_invariance": {"sentence": models.repeats},
+            "batch_invariance": {"exact": models.left.exact, "sentence": models.left.sentence},
+            "left_to_llama_cpp": models.left._asdict(),
             "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
             # Of passes after short texts.
             "costs": {
@@ -179,7 +180,7 @@ class Routes:
     def _model(self, name: str) -> Json:
         """Return one entry of v1/models; vLLM calls the context length `max_model_len`."""
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "specserve"}
-        return known | {"max_model_len": self._config.context_length}
+        return known | {"max_model_len": self._config.context_length, "exact": self._models.left.exact}
 
     def _named(self, request: Body, response: Response) -> Response:
         """Name the ignored fields of a request in a response header, and each of them once in the log."""

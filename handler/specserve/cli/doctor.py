@@ -86,7 +86,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
             return stack.enter_context(closing(engine))
 
         target = engine(model)
-        yield Finding("repeating", f"{kernels.repeating(target.left_to_llama_cpp)}.")
+        yield Finding("repeating", f"{target.left_to_llama_cpp.sentence}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if draft_model:
             check_same_vocabulary(model, draft_model)

@@ -12,7 +12,7 @@ from specserve.core.pool import DRAFT_LENGTH, check_weights, fitted, loaded_byte
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.kernels import Kernels
+from specserve.engine.kernels import Kernels, Left
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
@@ -56,9 +56,9 @@ class Models:
     placement: Placement
     kernels: Kernels
     config: HandlerConfig  # with the numbers of tokens that are served (pool.py)
-    # Whether outputs repeat, which depends on the target alone: with greedy and coupled verification they do not depend
-    # on the drafts.
-    repeats: str
+    # Of the target, on which alone it depends whether outputs repeat: with greedy and coupled verification they do not
+    # depend on the drafts.
+    left: Left
     draft: LlamaModel | None = None
     memory_bytes: int = 0  # that the worker takes at most, beside prefixes in host memory
 
@@ -116,8 +116,8 @@ def load_models(config: HandlerConfig) -> Models:
     if draft_model and not drafters.model:
         draft_model.close()
         draft_model = None
-    repeats = kernels.repeating(target.left_to_llama_cpp)
-    logger.log(logging.WARNING if target.left_to_llama_cpp else logging.INFO, "specserve: %s", repeats)
+    left = target.left_to_llama_cpp
+    logger.log(logging.INFO if left.exact else logging.WARNING, "specserve: %s", left.sentence)
     return Models(
         target_model,
         grammars,
@@ -126,9 +126,9 @@ def load_models(config: HandlerConfig) -> Models:
         placement,
         in_use,
         config,
-        repeats,
+        left,
         draft_model,
-        loaded_bytes(config, target_model, draft_model),
+        loaded_bytes(config, target_model, draft_model) + kernels.growth(),
     )
 
 
@@ -258,12 +258,13 @@ def _engine(model: LlamaModel, config: HandlerConfig, placement: Placement, **op
         pool=placement.pool,
         **options,
     )
-    if kernels.in_use().variant and engine.left_to_llama_cpp:
+    left = engine.left_to_llama_cpp
+    if kernels.in_use().variant and any(left):
         logger.warning(
             "specserve: %s: llama.cpp's own kernels compute %s of this model, in part or whole, so a draft token costs "
             "more than it could (specserve's are for weights in %s)",
             model.path,
-            " and ".join(engine.left_to_llama_cpp),
+            " and ".join((*left.parts, *(f"products of {name} weights" for name in left.formats))),
             ", ".join(kernels.in_use().formats),
         )
     return engine

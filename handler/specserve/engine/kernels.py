@@ -4,7 +4,7 @@ llama.cpp offers each weight to a list of buffer types, in order, and the librar
 after `use("auto")` has its weights packed for specserve's kernels, one loaded after `use("off")` for llama.cpp's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from specserve.engine import kernel_trial
@@ -14,6 +14,29 @@ from specserve.errors import Unusable
 Mode = Literal["auto", "off"]
 # Of x86-64, then of aarch64; flags in /proc/cpuinfo have the same names.
 VARIANTS = ("avx512_vnni", "avx_vnni", "avx2", "i8mm", "asimddp", "asimd")
+
+
+class Left(NamedTuple):
+    """What llama.cpp's kernels compute in the passes of a model, in whole or in part."""
+
+    parts: tuple[str, ...] = ()  # "matrix products" and "attention" whose results depend on the number of rows
+    formats: tuple[str, ...] = ()  # of weights whose products do not, but drafts cost as much as other tokens
+
+    @property
+    def exact(self) -> bool:
+        """Whether greedy and seeded outputs are the same with and without drafts, and in any company."""
+        return not self.parts
+
+    @property
+    def sentence(self) -> str:
+        """The same for people.
+
+        llama.cpp has other kernels for passes of several rows and for long caches (tests/engine/test_invariance.py).
+        """
+        if self.exact:
+            return "exact: true: a row has the same bits in any pass: greedy and seeded outputs repeat exactly"
+        differ = "greedy and seeded outputs may differ between runs where two tokens are nearly equal"
+        return f"exact: false: llama.cpp's kernels compute {' and '.join(self.parts)}: {differ}"
 
 
 class Kernels(NamedTuple):
@@ -78,27 +101,20 @@ def calls() -> tuple[int, int]:
     return (found.specserve_products(), found.specserve_attentions()) if found else (0, 0)
 
 
-def left_to_llama_cpp(run: Callable[[], object]) -> tuple[str, ...]:
-    """Return which of "matrix products" and "attention" llama.cpp computes, also in part, in the passes in `run`.
+def growth() -> int:
+    """Return the bytes that loaded weights take beyond those in their files: Q5_0 is packed as Q8_0, for example."""
+    found = loaded()
+    return int(found.specserve_growth()) if found else 0
 
-    No others may run meanwhile.
-    """
+
+def left_to_llama_cpp(run: Callable[[], object]) -> Left:
+    """Return what llama.cpp computes in the passes in `run`; no others may run meanwhile."""
     found, before = loaded(), calls()
     if found:
         found.specserve_left()  # forgets earlier passes
     run()
     after, left = calls(), found.specserve_left() if found else 0
-    # Bits 0 and 1, see library.cpp. llama.cpp notes nothing while the library is not in its list of buffer types.
+    # The bits of library.h. llama.cpp notes nothing while the library is not in its list of buffer types.
     parts = enumerate(("matrix products", "attention"))
-    return tuple(part for bit, part in parts if after[bit] == before[bit] or left >> bit & 1)
-
-
-def repeating(left: Sequence[str]) -> str:
-    """Say whether outputs repeat on a model of which llama.cpp's kernels compute these parts.
-
-    They have other kernels for passes of several rows and for long caches (tests/engine/test_invariance.py).
-    """
-    if not left:
-        return "specserve's kernels compute a row alike in any pass: greedy and seeded outputs repeat exactly"
-    differ = "greedy and seeded outputs may differ between runs where two tokens are nearly equal"
-    return f"llama.cpp's kernels compute {' and '.join(left)}: {differ}"
+    formats = (found.specserve_type(bit - 2).decode().upper() for bit in range(2, 64) if found and left >> bit & 1)
+    return Left(tuple(part for bit, part in parts if after[bit] == before[bit] or left >> bit & 1), tuple(formats))

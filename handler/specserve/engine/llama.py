@@ -101,7 +101,7 @@ class LlamaEngine:
             raise
         self.token_bytes: int | None = None
         # Where llama.cpp attends in some layers, it keeps keys and values of its own.
-        if self._attention and "attention" not in self.left_to_llama_cpp:
+        if self._attention and "attention" not in self.left_to_llama_cpp.parts:
             self.token_bytes = self._attention.cell_bytes or None
 
     def _make_batch(self, rows: int) -> None:
@@ -136,7 +136,7 @@ class LlamaEngine:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1
 
     def kv_len(self, slots: Iterable[int]) -> int:
-        if "attention" not in self.left_to_llama_cpp:
+        if "attention" not in self.left_to_llama_cpp.parts:
             return max(map(self.cached_len, slots), default=0)
         # Tokens that slots share count for each.
         return sum(map(self.cached_len, range(self.n_slots)))

@@ -14,12 +14,13 @@ from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specserve.api.call_formats import FORMATS, format_of, thinking_tags
+from specserve.api.answer import AnswerReader, Arguments
+from specserve.api.call_formats import FORMATS, formats_of, thinking_tags
 from specserve.api.prompt import Prepare
 from specserve.api.request_schema import ChatRequest
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
-from specserve.grammar.call_form import ARGUMENTS, NAME
+from specserve.grammar.tool_calls import CallSyntax
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,10 @@ _DOUBLED, _SINGLE = (
 )
 # What transformers masks for training is a scope like that of Jinja's `with`.
 _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
+# Calls that a template is tried with, and ids as Mistral's templates demand.
+_PROBES = [{"probe": "first one"}, {"probe": "second one"}]
+_PROBE_IDS = ["first0000", "second000"]
+_PROBE_TOOL = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {"probe": {}}}}
 # The template variables that switch reasoning, set by `reasoning_effort`.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 
@@ -65,19 +70,48 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
-        # How the model writes tool calls and reasoning.
-        marks, self.calls = FORMATS[format_of(source)]
         self.thinking = thinking_tags(source)
         self._wants_short_ids = f"length != {_SHORT}" in source
+        self._wants_thinking = "message.thinking" in source
+        # The name of the format in which the model writes calls, and how many of two in a message the template shows.
+        formats = formats_of(source)
+        self.format, self._shown = formats[0], len(_PROBES)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             # A template's own tool format is used only if the table of formats has it.
-            self._knows_tools = bool(marks) and "tools" in meta.find_undeclared_variables(parsed)
+            self._knows_tools = self.format != "any" and "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
+            if self._knows_tools:
+                self._try_calls(formats)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
         else:
             self.problem = self._trial_problem()
+
+    @property
+    def calls(self) -> CallSyntax:
+        """How the model writes tool calls."""
+        return FORMATS[self.format][1]
+
+    def _try_calls(self, formats: list[str]) -> None:
+        """Find the format in which the template writes calls of earlier turns, and whether it shows them at all."""
+        calls = [_call(name, probe) for name, probe in zip(_PROBE_IDS, _PROBES, strict=True)]
+        asked = [{"role": "user", "content": _MARKER}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        results = [{"role": "tool", "content": "", "tool_call_id": name} for name in _PROBE_IDS]
+        try:
+            text = self.render([*asked, *results], [{"type": "function", "function": _PROBE_TOOL}])
+        except RequestError:
+            return
+        text = text.rpartition(_MARKER)[2]
+        self._shown = sum(probe["probe"] in text for probe in _PROBES)
+        for name in formats:
+            reader = AnswerReader(FORMATS[name][1].forms, {"probe": _PROBE_TOOL["parameters"]})
+            parts = reader.read(text, done=True)
+            read = "".join(part.text for part in parts if isinstance(part, Arguments) and part.index == 0)
+            with suppress(ValueError):
+                if json.loads(read) == _PROBES[0]:
+                    self.format = name
+                    return
 
     def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
         """Render the prompt for the assistant's next message; `prepare` is applied to all that comes from the request.
@@ -101,7 +135,9 @@ class ChatTemplate:
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
         variables |= prepare(request.chat_template_kwargs or {})
         if not continues:
-            return self.render(messages, tools, variables)
+            # A form that holds from the first token on leaves the model no room for a header.
+            plain = request.structure and not request.callable_tools and self.thinking and self.thinking.headers
+            return self.render(messages, tools, variables) + (plain[-1] if plain else "")
         marked = self.render([*messages[:-1], {**messages[-1], "content": _MARKER}], tools, variables)
         before, found, _ = marked.rpartition(_MARKER)
         if not found:
@@ -129,9 +165,13 @@ class ChatTemplate:
         """Render messages; after a refusal with one call a message, or without a system message."""
         if self._wants_short_ids:
             messages = [*map(_with_short_ids, messages)]
+        if self._wants_thinking:
+            messages = [*map(_with_thinking, messages)]
         if not self._knows_tools:
             messages = self._told(messages, tools, role="user" if is_refused else "system")
-        elif is_refused:
+        elif not self._shown:
+            messages = [*map(self._written, messages)]
+        elif is_refused or self._shown == 1:
             messages = _one_call_each(messages)
         # As transformers calls templates, many of which test `tools is none`.
         shown = (self._knows_tools and tools) or None
@@ -140,8 +180,6 @@ class ChatTemplate:
 
     def _told(self, messages: Messages, tools: Messages, *, role: str) -> list[Message]:
         """Write tools, calls and results as text; the first message lists the tools, and has the role `role`."""
-        own = self.calls.forms[0]
-        written = own.begin + own.call + own.end
         told: list[Message] = []
         after_answer = False
         for message in messages:
@@ -153,18 +191,22 @@ class ChatTemplate:
                 told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
                 continue
             after_answer = is_answer
-            called = (call["function"] for call in message.get("tool_calls", ()))
-            calls = [_filled(written, call["name"], json.dumps(call["arguments"])) for call in called]
-            kept = {"role": "user"} if is_answer else {k: v for k, v in message.items() if k != "tool_calls"}
-            told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
+            told.append({"role": "user", "content": content} if is_answer else self._written(message))
         if tools:
             listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            example = _filled(written, "the function's name", '{"argument": "value"}')
+            example = self.calls.forms[0].write("the function's name", {"argument": "value"})
             text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
             first = told.pop(0)["content"] if told[0]["role"] == role else ""
             both = [first, text] if role == "system" else [text, first]
             told.insert(0, {"role": role, "content": "\n\n".join(filter(None, both))})
         return told
+
+    def _written(self, message: Message) -> Message:
+        """Write the calls of a message as text."""
+        called = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [self.calls.forms[0].write(call["name"], call["arguments"]) for call in called]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**kept, "content": "\n".join(filter(None, [message["content"], *calls]))}
 
     def _trial_problem(self) -> str | None:
         """Say why a question cannot be rendered; it is fine if the template demands a system message."""
@@ -176,8 +218,15 @@ class ChatTemplate:
         return None if _MARKER in text else "it leaves out the text of a message"
 
 
-def _filled(form: str, name: str, arguments: str) -> str:
-    return form.replace(NAME, name).replace(ARGUMENTS, arguments)
+def _call(name: str, arguments: dict[str, str]) -> Message:
+    return {"id": name, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+
+
+def _with_thinking(message: Message) -> Message:
+    """Name reasoning as gpt-oss's template does, which takes it or the text beside calls."""
+    thinking = message.get("reasoning_content")
+    both = message["content"] and message.get("tool_calls")
+    return {**message, "thinking": thinking} if thinking and not both else message
 
 
 def _one_call_each(messages: Messages) -> list[Message]:

@@ -219,7 +219,9 @@ CONVERSATION: Any = [
 
 
 def test_the_template_gets_the_arguments_of_calls_as_objects_and_answers_to_them() -> None:
-    source = KNOWN + "{{ tools is none }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
+    call = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    shown = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    source = f"{{{{ tools is none }}}}{{% for m in messages %}}[{{{{ m | tojson }}}}]{shown}{{% endfor %}}"
     rendered = prompt_of(source, messages=CONVERSATION, tools=None, tool_choice=None)
     assert '"function": {"name": "weather", "arguments": {"unit": "celsius"}}' in rendered
     assert '"function": {"name": "time", "arguments": "{broken"}' in rendered

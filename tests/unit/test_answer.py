@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
 from specserve.api.call_formats import FORMATS, format_of
 
 QWEN_FORMS = FORMATS["Qwen, Hermes"][1].forms
-NAMES = frozenset({"get", "get_time", "run-2"})
+NAMES: dict[str, dict[str, Any]] = {"get": {}, "get_time": {}, "run-2": {}}
 DEEP = '{"a": [1, {"b": "}] \\" {"}], "c": ""}'
 QWEN = f'<tool_call>\n{{"name": "get", "arguments": {DEEP}}}\n</tool_call>'
 EMPTY = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'

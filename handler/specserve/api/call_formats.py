@@ -29,15 +29,16 @@ _LLAMA_BARE = CallForm("", '{~"name"~:~"NAME"~,~"parameters"~:~ARGUMENTS~}', onl
 _LLAMA_TAGGED = CallForm("<|python_tag|>", '{"name": "NAME", "parameters": ARGUMENTS}', tag="<|python_tag|>")
 
 
-# The model's answer may also have the role of its message.
-_GPT_OSS = tuple(
-    form
-    for json_mark in ("<|constrain|>json<|message|>", "json<|message|>", "<|message|>")
-    for form in (
-        CallForm("<|channel|>commentary to=functions.", f"NAME~{json_mark}ARGUMENTS", tag="<|channel|>commentary to="),
-        CallForm(" to=functions.", f"NAME<|channel|>commentary~{json_mark}ARGUMENTS", only_first=True),
-    )
+_GPT_OSS, _GPT_OSS_PLAIN, _GPT_OSS_BARE = (
+    CallForm("<|channel|>commentary to=functions.", f"NAME~{kind}<|message|>ARGUMENTS", tag="<|channel|>commentary to=")
+    for kind in ("<|constrain|>json", "json", "")
 )
+# As the template writes them: in the message's header, which a prompt begins.
+_GPT_OSS_HEADED, _GPT_OSS_HEADED_CONSTRAIN = (
+    CallForm("to=functions.", f"NAME<|channel|>commentary~{kind}<|message|>ARGUMENTS", only_first=True)
+    for kind in ("json", "<|constrain|>json")
+)
+_GPT_OSS_FORMS = (_GPT_OSS, _GPT_OSS_HEADED, _GPT_OSS_PLAIN, _GPT_OSS_BARE, _GPT_OSS_HEADED_CONSTRAIN)
 _QWEN_ITEM = Notation("<parameter=KEY>\nVALUE\n</parameter>", "\n")
 _QWEN_XML = "<function=NAME>\nARGUMENTS~</function>"
 _QWEN_CODER = CallForm("<tool_call>\n", _QWEN_XML, "\n</tool_call>", tag="<tool_call>", notation=_QWEN_ITEM)
@@ -52,8 +53,7 @@ _SEED = CallForm(
 )
 _GLM = CallForm(
     "<tool_call>",
-    "NAME~ARGUMENTS",
-    "~</tool_call>",
+    "NAME~ARGUMENTS~</tool_call>",
     tag="<tool_call>",
     notation=Notation("<arg_key>KEY</arg_key>~<arg_value>VALUE</arg_value>", "~"),
 )
@@ -137,7 +137,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Kimi": (("<|tool_calls_section_begin|>",), CallSyntax((_KIMI,))),
     "Command R": (("<|START_ACTION|>", '"tool_name"'), CallSyntax((_COMMAND_R,))),
     "LFM2": (("List of tools: ",), CallSyntax((_LFM2,))),
-    "gpt-oss": (("<|channel|>commentary", "functions."), CallSyntax(_GPT_OSS, None)),
+    "gpt-oss": (("<|channel|>commentary", "functions."), CallSyntax(_GPT_OSS_FORMS, None)),
     "Gemma 4": (("<|tool_call>",), CallSyntax((_GEMMA_4,))),
     "FunctionGemma": (("<start_function_call>",), CallSyntax((_FUNCTION_GEMMA,))),
     "Llama": (('"parameters": ',), CallSyntax((_LLAMA, _LLAMA_TAGGED, _LLAMA_BARE), "; ")),

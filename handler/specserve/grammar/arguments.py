@@ -27,8 +27,8 @@ Schema = Mapping[str, Any]
 class Notation:
     """How an argument is written, by its KEY and VALUE, and what stands between two.
 
-    Values are `raw` (strings as they are, others as JSON), `python` literals, or `quoted`: JSON with bare keys in the
-    order of their names, and with strings between two `quote`.
+    Values are `raw` (strings as they are, others as JSON), `python` (JSON, but for True, False and None), or `quoted`
+    (JSON with bare keys in the order of their names, and with strings between two `quote`).
     """
 
     item: str
@@ -115,17 +115,13 @@ class Notation:
         text = json.dumps(value, ensure_ascii=False)
         if self.kind == "raw":
             return value if isinstance(value, str) else text
-        if isinstance(value, dict):
-            items = (self.spelled_key(key) + self.written(part) for key, part in self.ordered(value))
-            return f"{{{self.between.join(items)}}}"
-        if isinstance(value, list):
-            return f"[{self.between.join(map(self.written, value))}]"
         if self.kind == "python":
             return _PYTHON_WORDS.get(text, text)
+        if isinstance(value, dict):
+            return f"{{{self.between.join(f'{key}:{self.written(part)}' for key, part in self.ordered(value))}}}"
+        if isinstance(value, list):
+            return f"[{self.between.join(map(self.written, value))}]"
         return self.quote + value + self.quote if isinstance(value, str) else text
-
-    def spelled_key(self, key: str) -> str:
-        return json.dumps(key, ensure_ascii=False) + ": " if self.kind == "python" else key + ":"
 
 
 class ArgumentsGrammar:
@@ -213,41 +209,40 @@ class ArgumentsGrammar:
             words = python if kind == "python" else words + python * (kind == "raw")
             yield from (self._ended(_quoted(word)) for word in words)
         elif name == "string" and kind == "raw":
-            self._note(schema)
-            yield self._text(self._notation.parts[2])
+            yield self._text(schema, self._notation.parts[2])
         elif name == "string" and kind == "quoted":
-            self._note(schema)
-            yield f"{self._fixed(self._notation.quote)} {self._text(self._notation.quote)}"
-        elif kind == "raw" or name not in {"array", "object"}:
+            yield f"{self._fixed(self._notation.quote)} {self._text(schema, self._notation.quote)}"
+        elif kind != "quoted" or name not in {"array", "object"}:
             yield self._ended(self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
                 yield self._rule(r"/'([^'\\\x00-\x1f]|\\[nrt\\'\"])*'/")
         elif self._depth > _MAX_DEPTH:
             yield '"[]"' if name == "array" else '"{}"'
         elif name == "array":
-            self._note(schema, "items")
-            item = self._value(schema.get("items"))
-            yield f'"[" ({item} ({self._fixed(self._notation.between)} {item})*)? "]"'
+            self._note(schema, "items", "minItems", "maxItems")
+            item, least, most = self._value(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+            more = f"({self._fixed(self._notation.between)} {item}){{{max(least - 1, 0)},{most - 1 if most else ''}}}"
+            yield '"[]"' if most == 0 else f'"[" ({item} {more}){"?" * (not least)} "]"'
         else:
-            yield f'"{{" {self._items(schema, self._spelled_key)} "}}"'
+            yield f'"{{" {self._items(schema, self._quoted_key)} "}}"'
 
-    def _spelled_key(self, key: str) -> str:
-        if key.startswith('"'):
-            return _quoted(self._notation.spelled_key(json.loads(key)))
-        return f'"\\"" {key} "\\": "' if self._notation.kind == "python" else f'{key} ":"'
+    def _quoted_key(self, key: str) -> str:
+        return f'{key} ":"'
 
     def _ended(self, value: str) -> str:
         """Return a value and, if it is a raw one, what stands after it."""
         return f"{value} {self._fixed(self._notation.parts[2])}" if self._notation.kind == "raw" else value
 
-    def _text(self, end: str) -> str:
+    def _text(self, schema: Schema, end: str) -> str:
         """Return a text that does not hold its end, and that end."""
+        self._note(schema, "minLength", "maxLength")
+        text = f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
         before, token, rest = self._fixed(end).partition("<[")
         if not token:
-            return self._rule("/(?s:.*)/", f"[suffix={_quoted(end)}]")
+            return self._rule(f"/{text}/", f"[suffix={_quoted(end)}]")
         # No text holds a control token.
         before = "".join(rf"\u{{{ord(character):X}}}" for character in json.loads(before or '""'))
-        return f"{self._rule(f'/(?s:.*){before}/')} <[{rest}"
+        return f"{self._rule(f'/{text}{before}/')} <[{rest}"
 
     def _json(self, schema: Schema) -> str:
         """Return what spells JSON by a part of the schema, in which references lead to the whole one."""

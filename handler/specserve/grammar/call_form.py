@@ -53,6 +53,10 @@ class CallForm:
         texts = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: as_bytes(text) for name, text in texts.items() if isinstance(text, str)})
 
+    @property
+    def fixed_begin(self) -> str:
+        return self._to_name[0]
+
     @cached_property
     def trigger(self) -> list[str]:
         """The elements of a block after which it is a call: the tag, or all to the name."""

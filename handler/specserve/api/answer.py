@@ -44,8 +44,8 @@ class AnswerReader:
     Text is held back while it may be the beginning of a call or tag, and whitespace while a call or tag may follow:
     whitespace beside calls and tags is left out.
 
-    Calls of these tools, whose schemas of arguments are by name, have one of the forms. Where the model marks its `thinking` by tags, an answer
-    begins with it; `begun` tells whether the prompt ends with the first tag.
+    Calls of these tools, by name the schemas of their arguments, have one of the forms. Where the model marks its
+    `thinking` by tags, an answer begins with it; `begun` tells whether the prompt ends with the first tag.
     """
 
     def __init__(

@@ -27,8 +27,6 @@ _MISTRAL_NAMED = CallForm("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", tag="[TOOL_CALL
 _LLAMA = CallForm("", '{"name": "NAME", "parameters": ARGUMENTS}', only_first=True)
 _LLAMA_BARE = CallForm("", '{~"name"~:~"NAME"~,~"parameters"~:~ARGUMENTS~}', only_first=True)
 _LLAMA_TAGGED = CallForm("<|python_tag|>", '{"name": "NAME", "parameters": ARGUMENTS}', tag="<|python_tag|>")
-
-
 _GPT_OSS, _GPT_OSS_PLAIN, _GPT_OSS_BARE = (
     CallForm("<|channel|>commentary to=functions.", f"NAME~{kind}<|message|>ARGUMENTS", tag="<|channel|>commentary to=")
     for kind in ("<|constrain|>json", "json", "")
@@ -59,28 +57,21 @@ _GLM = CallForm(
 )
 _MINIMAX = CallForm(
     "<minimax:tool_call>\n",
-    '<invoke name="NAME">~ARGUMENTS~</invoke>',
-    "\n</minimax:tool_call>",
-    "\n",
+    '<invoke name="NAME">~ARGUMENTS~</invoke>\n',
+    "</minimax:tool_call>",
+    "",
     tag="<minimax:tool_call>",
     notation=Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
 )
-_DEEPSEEK_BEGIN, _DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
-_DEEPSEEK_END, _DEEPSEEK_SEP = "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_DEEPSEEK = CallForm(
-    _DEEPSEEK_BEGIN,
-    f"{_DEEPSEEK_CALL}NAME{_DEEPSEEK_SEP}ARGUMENTS{_DEEPSEEK_END}",
-    "<｜tool▁calls▁end｜>",
-    "",
-    tag=_DEEPSEEK_BEGIN,
+# With full-width bars, and blocks for spaces.
+_CALLS, _CALLS_END, _ONE, _ONE_END, _SEPARATOR = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
 )
-_DEEPSEEK_R1 = CallForm(
-    _DEEPSEEK_BEGIN,
-    f"{_DEEPSEEK_CALL}function{_DEEPSEEK_SEP}NAME\n```json\nARGUMENTS\n```{_DEEPSEEK_END}",
-    "<｜tool▁calls▁end｜>",
-    "\n",
-    tag=_DEEPSEEK_BEGIN,
-)
+_DEEPSEEK = CallForm(_CALLS, f"{_ONE}NAME{_SEPARATOR}ARGUMENTS{_ONE_END}", _CALLS_END, "", tag=_CALLS)
+_DEEPSEEK_FENCED = f"{_ONE}function{_SEPARATOR}NAME\n```json\nARGUMENTS\n```{_ONE_END}"
+_DEEPSEEK_R1 = CallForm(_CALLS, _DEEPSEEK_FENCED, _CALLS_END, "\n", tag=_CALLS)
+_NEMOTRON_2 = CallForm("<TOOLCALL>[", _CALL, "]</TOOLCALL>", ", ", tag="<TOOLCALL>")
 _KIMI = CallForm(
     "<|tool_calls_section_begin|>",
     "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
@@ -132,8 +123,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Seed-OSS": (("<seed:tool_call>", "<function="), CallSyntax((_SEED,), "\n")),
     "GLM": (("<tool_call>", "<arg_key>"), CallSyntax((_GLM,), "\n")),
     "MiniMax": (("<minimax:tool_call>", "<invoke name="), CallSyntax((_MINIMAX,))),
-    "DeepSeek V3.1": ((_DEEPSEEK_BEGIN, _DEEPSEEK_SEP), CallSyntax((_DEEPSEEK,))),
-    "DeepSeek R1": ((_DEEPSEEK_BEGIN, _DEEPSEEK_SEP, "```json"), CallSyntax((_DEEPSEEK_R1,))),
+    "DeepSeek V3.1": ((_CALLS, _SEPARATOR), CallSyntax((_DEEPSEEK,))),
+    "DeepSeek R1": ((_CALLS, _SEPARATOR, "```json"), CallSyntax((_DEEPSEEK_R1,))),
+    "Nemotron Nano 2": (("<TOOLCALL>[",), CallSyntax((_NEMOTRON_2,))),
     "Kimi": (("<|tool_calls_section_begin|>",), CallSyntax((_KIMI,))),
     "Command R": (("<|START_ACTION|>", '"tool_name"'), CallSyntax((_COMMAND_R,))),
     "LFM2": (("List of tools: ",), CallSyntax((_LFM2,))),

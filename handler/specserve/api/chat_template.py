@@ -109,12 +109,13 @@ class ChatTemplate:
 
     def _try_calls(self, formats: list[str]) -> None:
         """Find the format in which the template writes calls of earlier turns, and how many of a message it shows."""
-        ids = [name.replace("_", "") for name in _PROBES]
-        functions = [{"name": name, "arguments": arguments} for name, arguments in _PROBES.items()]
-        calls = [{"id": id, "type": "function", "function": called} for id, called in zip(ids, functions, strict=True)]
+        calls = [
+            {"id": name.replace("_", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in _PROBES.items()
+        ]
         messages: list[Message] = [{"role": "user", "content": _MARKER}]
         messages += [{"role": "assistant", "content": "", "tool_calls": calls}]
-        messages += [{"role": "tool", "content": "", "tool_call_id": id} for id in ids]
+        messages += [{"role": "tool", "content": "", "tool_call_id": call["id"]} for call in calls]
         tools = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in _PROBES]
         try:
             text = self.render(messages, [tool.for_template() for tool in tools]).rpartition(_MARKER)[2]
@@ -244,7 +245,7 @@ def _reads(name: str, text: str) -> bool | None:
     for form in (forms := FORMATS[name][1].forms[:2]):
         # Some forms only begin an answer.
         answer = text[max(0, text.find(form.fixed_begin)) :]
-        parts = AnswerReader(forms, dict.fromkeys(_PROBES, {})).read(answer, done=True)
+        parts = AnswerReader(forms, {probe: {} for probe in _PROBES}).read(answer, done=True)
         read = "".join(part.text for part in parts if isinstance(part, Arguments) and part.index == 0)
         if isinstance(parts[0], Call) and parts[0].name == probe and read == json.dumps(arguments):
             return True

@@ -27,7 +27,7 @@ Schema = Mapping[str, Any]
 class Notation:
     """How an argument is written, by its KEY and VALUE, and what stands between two.
 
-    Values are `raw` (strings as they are, others as JSON), `python` (JSON, but for True, False and None), or `quoted`
+    Values are `raw` (strings as they are, others as JSON), `python` literals, or `quoted`
     (JSON with bare keys in the order of their names, and with strings between two `quote`).
     """
 
@@ -98,7 +98,8 @@ class Notation:
     def _unquoted(self, text: str) -> str:
         parts = text.split(self.quote)
         for index, part in enumerate(parts):
-            bare = re.sub(r"([^\s{}\[\],:\"]+)(\s*:)", r'"\1"\2', part).replace("None", "null")
+            bare = re.sub(r"([^\s{}\[\],:\"]+)(\s*:)", r'"\1"\2', part)
+            bare = re.sub(r"\bNone\b", "null", bare)
             parts[index] = json.dumps(part, ensure_ascii=False) if index % 2 else bare
         return "".join(parts)
 
@@ -115,12 +116,12 @@ class Notation:
         text = json.dumps(value, ensure_ascii=False)
         if self.kind == "raw":
             return value if isinstance(value, str) else text
-        if self.kind == "python":
-            return _PYTHON_WORDS.get(text, text)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and self.kind == "quoted":
             return f"{{{self.between.join(f'{key}:{self.written(part)}' for key, part in self.ordered(value))}}}"
         if isinstance(value, list):
             return f"[{self.between.join(map(self.written, value))}]"
+        if self.kind == "python":
+            return _PYTHON_WORDS.get(text, text)
         return self.quote + value + self.quote if isinstance(value, str) else text
 
 
@@ -146,10 +147,10 @@ class ArgumentsGrammar:
         """Return what spells properties in their order; `key_of` spells a key and what stands before its value."""
         self._note(schema, "properties", "required", "additionalProperties")
         required, others = schema.get("required", []), schema.get("additionalProperties", True)
+        # In the order of the schema.
         named = {**schema.get("properties", {})}
-        named = {key: part for key, part in (dict.fromkeys(required, {}) | named).items() if part is not False}
-        # Properties come in the order of the schema.
-        named = {key: named[key] for key in dict.fromkeys([*schema.get("properties", {}), *named]) if key in named}
+        named |= {key: {} for key in required if key not in named}
+        named = {key: part for key, part in named.items() if part is not False}
         between = self._fixed(self._notation.between)
         if not named and others is not False:
             item = self._rule(f"{key_of(self._rule('/[A-Za-z0-9_.-]{1,64}/'))} {self._value(others)}")
@@ -206,13 +207,13 @@ class ArgumentsGrammar:
             words = {"boolean": ["true", "false"], "null": ["null"]}[name]
             python = [_PYTHON_WORDS[word] for word in words]
             # Templates print raw values as JSON, or as Python does.
-            words = python if kind == "python" else words + python * (kind == "raw")
+            words = python if kind == "python" else words + python * (kind == "raw" or name == "null")
             yield from (self._ended(_quoted(word)) for word in words)
         elif name == "string" and kind == "raw":
             yield self._text(schema, self._notation.parts[2])
         elif name == "string" and kind == "quoted":
             yield f"{self._fixed(self._notation.quote)} {self._text(schema, self._notation.quote)}"
-        elif kind != "quoted" or name not in {"array", "object"}:
+        elif kind == "raw" or name not in ({"array"} if kind == "python" else {"array", "object"}):
             yield self._ended(self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
                 yield self._rule(r"/'([^'\\\x00-\x1f]|\\[nrt\\'\"])*'/")

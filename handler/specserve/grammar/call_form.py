@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,8 +50,8 @@ class CallForm:
 
     def in_bytes(self) -> CallForm:
         """Return the form with a character for each byte."""
-        texts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: as_bytes(text) for name, text in texts.items() if isinstance(text, str)})
+        texts: Any = {name: as_bytes(text) for name, text in vars(self).items() if isinstance(text, str)}
+        return replace(self, **texts)
 
     @property
     def fixed_begin(self) -> str:
@@ -101,7 +101,7 @@ class ThinkingTags(NamedTuple):
 
     begin: str
     end: str
-    # What may stand before reasoning and text, and belongs to neither; an answer without reasoning begins with the last.
+    # What may stand before reasoning and text and belongs to neither; an answer without reasoning begins with the last.
     headers: tuple[str, ...] = ()
 
     @property

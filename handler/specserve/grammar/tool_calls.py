@@ -60,7 +60,8 @@ def call_grammar(
     `schemas` has two JSON schemas of each tool's arguments, as the compiler takes them: in the model's layout and in
     any. `otherwise` is the schema of a whole answer without calls.
     """
-    spelled = {SPACE: "SPACE?", ID: f"/{ID_PATTERN}/", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
+    spelled = {SPACE: "SPACE?", ID: f"/{ID_PATTERN}/"}
+    spelled |= {name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}
     marks = "|".join(map(re.escape, spelled))
     # Names of rules by their bodies, so that tools share equal ones.
     rules: dict[str, str] = {}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraints import BYTES, Pieces
+from constraints import BYTES, Pieces, tags_in
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
@@ -51,8 +51,7 @@ PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
 # Bytes, and tokens that reach beyond triggers.
 BEYOND_TRIGGERS = [b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
 WORDS = Pieces([*BYTES, *BEYOND_TRIGGERS])
-# The tags of the formats are control tokens.
-TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"])
+TAGGED = Pieces(BYTES, sorted({tag for syntax in SYNTAX.values() for tag in tags_in(syntax)}))
 COMPILER = GrammarCompiler(WORDS)
 
 

@@ -213,7 +213,7 @@ class ChatTemplate:
     def _told(self, messages: Messages, tools: Messages, *, role: str) -> list[Message]:
         """List the tools in the first message, which has the role `role`."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        example = self.calls.forms[0].write("the function's name", {"argument": "value"})
+        example = self.calls.forms[0].write([{"name": "the function's name", "arguments": {"argument": "value"}}])
         text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
         has_first = messages[0]["role"] == role
         both = [messages[0]["content"] if has_first else "", text]
@@ -222,10 +222,9 @@ class ChatTemplate:
 
     def _written(self, message: Message) -> Message:
         """Write the calls of a message as text."""
-        called = [call["function"] for call in message.get("tool_calls", ())]
-        calls = [self.calls.forms[0].write(call["name"], call["arguments"]) for call in called]
+        calls = self.calls.forms[0].write([call["function"] for call in message.get("tool_calls", ())])
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
-        return {**kept, "content": "\n".join(filter(None, [message["content"], *calls]))}
+        return {**kept, "content": "\n".join(filter(None, [message["content"], calls]))}
 
     def _trial_problem(self) -> str | None:
         """Say why a question cannot be rendered; it is fine if the template demands a system message."""

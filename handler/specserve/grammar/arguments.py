@@ -104,9 +104,8 @@ class Notation:
         return "".join(parts)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        before, middle, end = self.parts
-        items = (before + key + middle + self.written(value) + end for key, value in self.ordered(arguments))
-        return self.between.join(items).replace(SPACE, "")
+        before, middle, end, between = (part.replace(SPACE, "") for part in (*self.parts, self.between))
+        return between.join(before + key + middle + self.written(value) + end for key, value in self.ordered(arguments))
 
     def ordered(self, items: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return sorted(items.items(), key=lambda item: item[0].lower()) if self.kind == "quoted" else [*items.items()]

@@ -41,12 +41,18 @@ class CallForm:
         notation = self.notation.item + self.notation.quote if self.notation else ""
         return self.begin + self.call + (self.separator or "") + self.end + notation
 
-    def write(self, name: str, arguments: Any) -> str:
-        """Write a block of one call; arguments that are no object are written as JSON."""
-        is_json = self.notation is None or not isinstance(arguments, Mapping)
-        written = json.dumps(arguments) if is_json or self.notation is None else self.notation.write(arguments)
-        parts = (self.begin + self.call + self.end).replace(SPACE, "").replace(ID, "0").partition(ARGUMENTS)
-        return parts[0].replace(NAME, name) + written + parts[2]
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Write calls with their `name` and `arguments`; arguments that are no object are written as JSON."""
+        begin, form, end = (part.replace(SPACE, "").replace(ID, "0") for part in (self.begin, self.call, self.end))
+        before, _, after = form.partition(ARGUMENTS)
+        written = []
+        for call in calls:
+            given, notation = call["arguments"], self.notation
+            arguments = notation.write(given) if notation and isinstance(given, dict) else json.dumps(given)
+            written.append(before.replace(NAME, call["name"]) + arguments + after)
+        if self.separator is None:
+            return "\n".join(begin + call + end for call in written)
+        return begin + self.separator.replace(SPACE, "").join(written) + end if written else ""
 
     def in_bytes(self) -> CallForm:
         """Return the form with a character for each byte."""

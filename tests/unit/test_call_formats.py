@@ -176,7 +176,8 @@ def check_format(template: ChatTemplate, cases: list[tuple[dict[str, Any], ...]]
     for arguments in cases[: 2 if one else None]:
         text = answers(template, arguments)
         expected = [("get", part) for part in arguments]
-        for pieces in [[text[:cut], text[cut:]] for cut in range(len(text) + 1)] + [[*text, ""]]:
+        cuts = range(0, len(text) + 1, 1 if arguments == (ALL,) else 9)
+        for pieces in [[text[:cut], text[cut:]] for cut in cuts] + [[*text, ""]]:
             assert calls_of(read(template, pieces)) == expected, text
         for vocabulary in vocabularies(syntax):
             compiler = GrammarCompiler(vocabulary)
@@ -211,6 +212,8 @@ def test_a_template_that_writes_calls_in_an_unknown_form_is_told_ours() -> None:
     source = TURNS.replace("@call@", "<tool_call>{{ c.name }}!{{ c.arguments | tojson }}")
     template = ChatTemplate(source, bos="", eos="")
     assert template.format == "any"
+    asked, tool = {"role": "user", "content": "Hi"}, {"type": "function", "function": {"name": "get"}}
+    assert template.render([asked], [tool]).startswith("<|system|>These functions can be called:")
     assert HERMES in render(template, ({"city": "Rome"},))
 
 

@@ -124,7 +124,7 @@ class ChatTemplate:
         self._shown = sum(name in text for name in _PROBES)
         if all(_reads(name, text) is False for name in formats[:-1]):
             # The template shows calls in a form that the table does not have.
-            self.format = "any"
+            self.format, self._knows_tools = "any", False
         self.format = next((name for name in formats[:-1] if _reads(name, text)), self.format)
 
     def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:

@@ -48,7 +48,7 @@ class Notation:
         before, middle, between = (
             r"\s*".join(map(re.escape, part.split(SPACE))) for part in (*self.parts[:2], self.between.strip())
         )
-        return re.compile(rf"\s*(?:{between}\s*)?{before}(?P<key>[^\n]+?){middle}")
+        return re.compile(rf"\s*(?:{between}\s*)?{before}(?P<key>.+?){middle}", re.DOTALL)
 
     @cached_property
     def _token(self) -> re.Pattern[str]:
@@ -85,7 +85,7 @@ class Notation:
             return json.dumps(text, ensure_ascii=False)
         written = (self._unquoted(text) if self.kind == "quoted" else text).strip()
         value: Any = text
-        for parse in (json.loads, _WORDS.__getitem__, *[ast.literal_eval] * (self.kind == "python")):
+        for parse in (json.loads, _WORDS.__getitem__, *[_python] * (self.kind == "python")):
             with suppress(ValueError, LookupError, SyntaxError, TypeError, MemoryError, RecursionError):
                 value = parse(written)
                 break
@@ -136,7 +136,7 @@ class ArgumentsGrammar:
     ) -> None:
         self._notation, self._root, self._rule, self._fixed = notation, schema, rule, fixed
         self._depth = 0
-        # The rules of values to which references lead, none while it is being made.
+        # The rules of values to which references lead, and of any value by its depth; none while it is being made.
         self._targets: dict[int, str | None] = {}
         self.unasserted: dict[str, None] = {}
         before, middle, _ = notation.parts
@@ -167,12 +167,13 @@ class ArgumentsGrammar:
         """Return what spells a value, and for raw ones what stands after it."""
         schema = schema if isinstance(schema, dict) else {}
         target = _resolved(schema, self._root)
-        if target is schema:
+        if target is schema and target:
             return self._rule(" | ".join(dict.fromkeys(self._options(schema))))
-        if id(target) not in self._targets:
-            self._targets[id(target)] = None
-            self._targets[id(target)] = self._value(target)
-        if (known := self._targets[id(target)]) is not None:
+        place = id(target) if target else -self._depth
+        if place not in self._targets:
+            self._targets[place] = None
+            self._targets[place] = self._rule(" | ".join(dict.fromkeys(self._options(target))))
+        if (known := self._targets[place]) is not None:
             return known
         # It holds itself.
         self.unasserted["$ref"] = None
@@ -198,6 +199,8 @@ class ArgumentsGrammar:
         notation = self._notation
         if notation.kind == "quoted" and isinstance(value, str):
             return f"{self._fixed(notation.quote)} {_quoted(value)} {self._fixed(notation.quote)}"
+        if notation.kind == "python" and isinstance(value, str):
+            return f"({_quoted(notation.written(value))} | {_quoted(repr(value))})"
         return self._ended(_quoted(notation.written(value)))
 
     def _of_type(self, name: str, schema: Schema) -> Iterator[str]:
@@ -215,7 +218,7 @@ class ArgumentsGrammar:
         elif kind == "raw" or name not in ({"array"} if kind == "python" else {"array", "object"}):
             yield self._ended(self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
-                yield self._rule(r"/'([^'\\\x00-\x1f]|\\[nrt\\'\"])*'/")
+                yield self._rule(r"/'([^'\\]|\\[nrt\\'\"])*'/")
         elif self._depth > _MAX_DEPTH:
             yield '"[]"' if name == "array" else '"{}"'
         elif name == "array":
@@ -260,26 +263,33 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _python(text: str) -> Any:
+    """Return a literal's value; some templates break lines in strings."""
+    return ast.literal_eval(text.replace("\n", "\\n"))
+
+
 def _argument_types(schema: Schema, key: str) -> frozenset[str]:
     properties = _resolved(schema, schema).get("properties")
     return _types(properties.get(key) if isinstance(properties, dict) else None, schema)
 
 
-def _types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+def _types(schema: Any, root: Schema) -> frozenset[str]:
     """Return the JSON types that a schema allows."""
-    if not isinstance(schema, dict) or depth == _MAX_DEPTH:
-        return _ALL
-    schema = _resolved(schema, root)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset(map(_type, values))
-    for parts in (schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(parts, list):
-            return frozenset[str]().union(*(_types(part, root, depth + 1) for part in parts))
-    named = schema.get("type")
-    named = [named] if isinstance(named, str) else named
-    types = frozenset(name for name in named if name in _ALL) if isinstance(named, list) else _ALL
-    return types | {"integer"} if "number" in types else types
+    types, parts, seen = set[str](), [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        part = _resolved(part, root) if isinstance(part, dict) else {}
+        values = part.get("enum", [part["const"]] if "const" in part else None)
+        inside = part.get("anyOf", part.get("oneOf"))
+        named = part.get("type", [*_ALL])
+        if isinstance(values, list):
+            types |= set(map(_type, values))
+        elif isinstance(inside, list):
+            parts += inside if id(part) not in seen else []
+            seen.add(id(part))
+        else:
+            types |= {name for name in ([named] if isinstance(named, str) else named) if name in [*_ALL]}
+    return frozenset(types | {"integer"} if "number" in types else types)
 
 
 def _type(value: Any) -> str:

@@ -206,6 +206,9 @@ def test_every_row_has_a_template_and_its_place_says_nothing(monkeypatch: pytest
     monkeypatch.setattr("specserve.api.call_formats.FORMATS", rows)
     for name, source in TEMPLATES.items():
         assert ChatTemplate(source, bos="", eos="").format == name
+    # Its marks are longer, but calls are written in another form.
+    hermes = TEMPLATES["Qwen, Hermes"] + '{# "parameters": #}'
+    assert ChatTemplate(hermes, bos="", eos="").format == "Qwen, Hermes"
 
 
 def test_a_template_that_writes_calls_in_an_unknown_form_is_told_ours() -> None:
@@ -273,11 +276,21 @@ def test_what_a_notation_cannot_assert_is_named_or_refused() -> None:
         compiler.calls({"get": schema}, syntax, required=True, parallel=False, strict=["get"])
 
 
+def test_arguments_have_all_that_is_required_and_nothing_that_is_forbidden() -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "no": False}, "required": ["b"]}
+    compiler, syntax = GrammarCompiler(Pieces(BYTES)), FORMATS["Gemma 4"][1]
+    for arguments, fits in (({"a": 5, "b": ["c", {"d": None}]}, True), ({"a": 5}, False), ({"b": 1, "no": 1}, False)):
+        text = syntax.forms[0].write([{"name": "get", "arguments": arguments}])
+        grammar = compiler.calls({"get": schema}, syntax, required=True, parallel=False)
+        assert follows(grammar, [*text.encode()]) == fits
+
+
 def test_raw_arguments_have_the_types_of_their_schemas() -> None:
     notation = Notation("<KEY>VALUE</>", "")
     for schema, text, value in (
         ({"type": "string"}, "5", "5"),
         ({"type": "string"}, " null ", " null "),
+        ({"type": "string"}, '"x"', '"x"'),
         ({"type": "integer"}, "5", 5),
         ({"type": "number"}, "5", 5),
         ({"type": ["string", "null"]}, "null", None),

@@ -90,13 +90,26 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
     for source in (
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{{ messages[99].content }}",
         "{{ range(10 ** 9) | list }}",
     ):
         with pytest.raises(RequestError):
             rendered(source)
+
+
+def test_templates_may_iterate_over_no_tools_fill_lists_and_want_thinking_by_another_name() -> None:
+    """As those of Hermes 2 and 3, Kimi K2 and gpt-oss do."""
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert rendered("{% for tool in tools %}{{ tool }}{% endfor %}" + turns) == "Be brief.Hello <b>"
+    assert rendered("{% set found = [] %}{% set _ = found.append(7) %}{{ found.pop() }}" + turns)[0] == "7"
+    template = ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", bos="", eos="")
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert template.render([answer]) == "hm"
+    # gpt-oss's refuses both beside calls.
+    both = {**answer, "content": "Hi", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}
+    assert template.render([both]) == ""
 
 
 def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400() -> None:

@@ -157,4 +157,4 @@ def test_a_model_whose_template_has_no_tags_has_no_reasoning() -> None:
 
 
 def test_tags_that_are_control_tokens_are_read_by_their_names() -> None:
-    assert control_tokens(TAGS, Pieces([b"a"], ["<think>"])) == {1: "<think>"}
+    assert control_tokens(TAGS.texts, Pieces([b"a"], ["<think>"])) == {1: "<think>"}

@@ -125,6 +125,21 @@ def test_a_stream_has_the_same_calls_as_the_whole_response_and_names_each_once()
         assert len({call["id"] for call in calls if "id" in call}) == len(told(whole)) > 0
 
 
+def test_calls_in_any_notation_are_json_to_clients() -> None:
+    vocabulary: Any = FakeVocabulary(200)
+    for mark in ("<tool_call><function=", "<tool_call><arg_key>", "List of tools: ", "<start_function_call>"):
+        server = FrontEnd(chat_template=f"{mark}{TEMPLATE}", grammars=GrammarCompiler(vocabulary))
+        body = {**BODY, "tool_choice": WEATHER, "temperature": 0, **ONE}
+        whole = ChatCompletion.model_validate(server.ask(body, CHATS)).choices[0]
+        [(name, arguments)] = told(whole)
+        assert (name, whole.finish_reason, whole.message.content) == ("weather", "tool_calls", None)
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+        state = ChatCompletionStreamState()
+        for event in server.events(server.answered({**body, "stream": True}, CHATS)):
+            state.handle_chunk(ChatCompletionChunk.model_validate(event))
+        assert told(state.current_completion_snapshot.choices[0]) == [(name, arguments)]
+
+
 def test_the_fixed_text_of_calls_is_drafted_by_the_grammar() -> None:
     response = answer(speculation={"mode": "fixed", "drafter": "grammar"}, temperature=0, **ONE)
     drafted = response["speculation"]["drafters"]["grammar"]
@@ -219,7 +234,9 @@ CONVERSATION: Any = [
 
 
 def test_the_template_gets_the_arguments_of_calls_as_objects_and_answers_to_them() -> None:
-    source = KNOWN + "{{ tools is none }}{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
+    call = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    shown = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    source = f"{{{{ tools is none }}}}{{% for m in messages %}}[{{{{ m | tojson }}}}]{shown}{{% endfor %}}"
     rendered = prompt_of(source, messages=CONVERSATION, tools=None, tool_choice=None)
     assert '"function": {"name": "weather", "arguments": {"unit": "celsius"}}' in rendered
     assert '"function": {"name": "time", "arguments": "{broken"}' in rendered

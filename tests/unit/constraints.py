@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from fake_engine import FakeVocabulary
 from specserve.errors import ConstraintError, MaskDeferred
+from specserve.grammar.tool_calls import CallSyntax
 
 BYTES = [bytes([byte]) for byte in range(256)]
 
@@ -37,6 +39,11 @@ class Pieces(FakeVocabulary):
             tokens.append(max(range(len(texts)), key=lambda token: len(texts[token]) * rest.startswith(texts[token])))
             rest = rest[len(texts[tokens[-1]]) :]
         return tokens
+
+
+def tags_in(syntax: CallSyntax) -> list[str]:
+    """The names of control tokens in the forms of calls."""
+    return sorted({*re.findall(r"<[^<>=\s]+>|\[[A-Z_]+\]", " ".join(form.text for form in syntax.forms))})
 
 
 # Bytes and a few words, then the end token.

@@ -2,15 +2,16 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.api.answer import AnswerReader, Arguments, Call, Part, Text
-from specserve.api.call_formats import FORMATS, format_of
+from specserve.api.call_formats import FORMATS
 
 QWEN_FORMS = FORMATS["Qwen, Hermes"][1].forms
-NAMES = frozenset({"get", "get_time", "run-2"})
+NAMES: dict[str, dict[str, Any]] = {"get": {}, "get_time": {}, "run-2": {}}
 DEEP = '{"a": [1, {"b": "}] \\" {"}], "c": ""}'
 QWEN = f'<tool_call>\n{{"name": "get", "arguments": {DEEP}}}\n</tool_call>'
 EMPTY = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
@@ -101,19 +102,3 @@ def test_what_cannot_become_a_call_is_returned_at_once_and_arguments_as_they_com
 
 def test_without_forms_everything_is_text() -> None:
     assert read(AnswerReader(), [QWEN[:9], QWEN[9:]]) == (QWEN, [])
-
-
-def test_a_format_is_found_by_its_template() -> None:
-    # How templates write calls of earlier turns, or tell the model to.
-    templates = {
-        "Qwen, Hermes": r"""{{- '\n<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
-        "Llama": """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments }}""",
-        "Mistral": """{{- "[TOOL_CALLS][" }}{%- for tool_call in message.tool_calls %}""",
-        "Mistral, spaced": """{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}""",
-        "Mistral, named": """{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""",
-        "Granite": "respond only with <|tool_call|> followed by a JSON list of tools used",
-        "Granite, plain tag": "respond with <tool_call>[{...}]",
-        "any": "{{ messages[0].content }}",
-    }
-    assert [format_of(template) for template in templates.values()] == list(templates)
-    assert templates.keys() == FORMATS.keys()

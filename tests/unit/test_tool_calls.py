@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from constraints import BYTES, Pieces
+from constraints import BYTES, Pieces, tags_in
 from specserve.api import client_tools
 from specserve.api.answer import AnswerReader, Arguments, Call, Text
 from specserve.api.call_formats import FORMATS
@@ -32,7 +32,7 @@ WEATHER = {
     "unit": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
     "day": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 7}, {"type": "null"}], "nullable": True},
 }
-STEP = {"do": {"const": "wait"}, "date": {"type": "string", "format": "date"}}
+STEP = {"do": {"const": "wait"}, "date": {"type": "string", "format": "date", "maxLength": 10}}
 CLOSED = {"type": "object", "additionalProperties": False}
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {**CLOSED, "title": "Weather", "properties": WEATHER, "required": ["city"]},
@@ -51,8 +51,7 @@ PRETTY = '{\n "name": "get_weather",\n "arguments": {\n  "city": "Rome"\n }\n}'
 # Bytes, and tokens that reach beyond triggers.
 BEYOND_TRIGGERS = [b" <tool", b"_call>", b"_call>\n", b"_call>\n{", b"_call>x", b'weather"', b'weather",', b'weather"}']
 WORDS = Pieces([*BYTES, *BEYOND_TRIGGERS])
-# The tags of the formats are control tokens.
-TAGGED = Pieces(BYTES, ["<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"])
+TAGGED = Pieces(BYTES, sorted({tag for syntax in SYNTAX.values() for tag in tags_in(syntax)}))
 COMPILER = GrammarCompiler(WORDS)
 
 
@@ -68,13 +67,15 @@ def mask_of(constraint: Constraint | CallConstraint, tokens: Sequence[int]) -> l
 
 def check(text: str, syntax: CallSyntax, count: int | None = None, tools: dict[str, Any] = TOOLS) -> None:
     """A text consists of calls that are valid."""
-    parts = AnswerReader(syntax.forms[:1], frozenset(tools)).read(text, done=True)
+    parts = AnswerReader(syntax.forms[:1], tools).read(text, done=True)
     assert not any(isinstance(part, Text) for part in parts)
     names = {part.index: part.name for part in parts if isinstance(part, Call)}
-    arguments = {part.index: part.text for part in parts if isinstance(part, Arguments)}
+    arguments = dict.fromkeys(names, "")
+    for part in parts:
+        if isinstance(part, Arguments):
+            arguments[part.index] += part.text
     assert names
     assert count in (None, len(names))
-    assert names.keys() == arguments.keys()
     for index, name in names.items():
         jsonschema.validate(json.loads(arguments[index]), tools[name])
 
@@ -181,7 +182,7 @@ def test_a_token_beyond_a_trigger_opens_a_call_if_the_grammar_allows_it() -> Non
         if not is_open:
             # A later call is one.
             assert constraint.allowed([*tokens, *b"\n<tool_call>"]) is not None
-            assert AnswerReader(QWEN.forms, frozenset(TOOLS)).read(text, done=True) == [Text(text)]
+            assert AnswerReader(QWEN.forms, TOOLS).read(text, done=True) == [Text(text)]
 
 
 FRAGMENTS = ["<tool_call>", "\n", '{"name": "', "get_weather", '", "arguments": ', "{}", "}", "```json\n", "a"]
@@ -206,7 +207,7 @@ def test_what_the_grammar_takes_for_a_call_is_read_as_one_and_nothing_else(text:
         tokens.append(generator.choice(fitting))
         piece = WORDS.piece(tokens[-1])
         rest = rest[len(piece) :] if piece and rest.startswith(piece) else b""
-    reader = AnswerReader(QWEN.forms, frozenset(TOOLS))
+    reader = AnswerReader(QWEN.forms, TOOLS)
     reader.read(b"".join(map(WORDS.piece, tokens)).decode(), done=True)
     assert reader.calls == opened
 

@@ -1,11 +1,11 @@
 """Reads the parts of an answer, which are text, reasoning and tool calls, from the generated text as it comes."""
 
 import secrets
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, find, take
+from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, begun, find, take
 
 
 class Text(NamedTuple):
@@ -44,14 +44,14 @@ class AnswerReader:
     Text is held back while it may be the beginning of a call or tag, and whitespace while a call or tag may follow:
     whitespace beside calls and tags is left out.
 
-    Calls of the tools with these names have one of the forms. Where the model marks its `thinking` by tags, an answer
-    begins with it; `begun` tells whether the prompt ends with the first tag.
+    Calls of these tools, by name the schemas of their arguments, have one of the forms. Where the model marks its
+    `thinking` by tags, an answer begins with it; `begun` tells whether the prompt ends with the first tag.
     """
 
     def __init__(
         self,
         forms: Sequence[CallForm] = (),
-        names: Container[str] = (),
+        tools: Mapping[str, dict[str, Any]] | None = None,
         thinking: ThinkingTags | None = None,
         *,
         begun: bool = False,
@@ -61,21 +61,23 @@ class AnswerReader:
         self._thinking = thinking or ThinkingTags("", "")
         self._begun = begun
         self._forms = forms
-        self._names = names
+        self._names = tools or {}
         self._held = ""
         self._done = False
         # Reads one element of the held text; returns None if it needs more.
         self._read: Callable[[], list[Part] | None] = self._read_opening if thinking else self._read_text
         # Whether no text has come since the last call, and whether any has come at all.
         self._first, self._has_text = True, False
-        # Of the last call: its form, and how many brackets its arguments have open, and whether these end in a string.
-        self._form = CallForm("", "")
+        # Of the last call: the forms that it may have, its name, and whether an argument has come, or how many brackets
+        # the arguments have open, and whether these end in a string.
+        self._possible: list[CallForm] = []
+        self._name, self._has_argument = "", False
         self._depth, self._in_string, self._escaped = 0, False, False
 
     @property
     def is_within_call(self) -> bool:
         """Whether the arguments of the last call are incomplete."""
-        return self._read in (self._read_before, self._read_arguments)
+        return self._read in (self._read_before, self._read_arguments, self._read_items)
 
     def read(self, text: str, *, done: bool) -> list[Part]:
         """Return what is new with a text; nothing may be held back if the answer is `done`."""
@@ -106,8 +108,7 @@ class AnswerReader:
         end = self._thinking.end
         reasoning, found, _ = self._held.partition(end)
         if not found and not self._done:
-            begun = next(n for n in range(len(end) - 1, -1, -1) if reasoning.endswith(end[:n]))
-            reasoning = reasoning[: len(reasoning) - begun].rstrip(WHITESPACE)
+            reasoning = reasoning[: len(reasoning) - begun(reasoning, end)].rstrip(WHITESPACE)
         taken = len(reasoning) + len(found)
         self.reasoned += taken
         self._held = self._held[taken:]
@@ -119,16 +120,22 @@ class AnswerReader:
         self._held = self._held.lstrip(WHITESPACE)
         if not self._held:
             return None
-        self._read = self._read_text
+        self._begun = False
+        self._read = self._read_opening if self._thinking.headers else self._read_text
         return []
 
     def _read_text(self) -> list[Part] | None:
         """Read text up to a call, or to what may become one."""
+        for header in self._thinking.headers:
+            self._held = self._held.replace(header, "")
+        most = 0 if self._done else max((begun(self._held, header) for header in self._thinking.headers), default=0)
         if not self._forms:
-            text, self._held = self._held, ""
+            count = len(self._held) - most
+            text, self._held = self._held[:count], self._held[count:]
             return [Text(text)] if text else None
         found = find(self._forms, self._held, self._names, first=self._first, triggers=False)
-        text, rest = self._held[: found.position], self._held[found.position :]
+        position = found.position if found.match else min(found.position, len(self._held) - most)
+        text, rest = self._held[:position], self._held[position:]
         if found.form and found.match:
             parts = self._text("" if self._first and not text.strip(BETWEEN) else text.rstrip(WHITESPACE))
             return [*parts, self._call(found.form, *found.match)]
@@ -153,16 +160,34 @@ class AnswerReader:
     def _call(self, form: CallForm, end: int, name: str) -> Part:
         """Begin the call whose opening is matched; an opening that ends with the arguments' bracket leaves that."""
         self._held = self._held[end - (not form.tag) :]
-        self._form, self._read = form, self._read_before
+        self._possible = [other for other in self._forms if other.opening == form.opening]
+        self._name, self._has_argument, self._read = name, False, self._read_before
         self.calls += 1
         return Call(self.calls - 1, f"call_{secrets.token_hex(12)}", name)
 
     def _read_before(self) -> list[Part] | None:
-        found = take(self._form.rest, self._held, 0, self._names)
-        if isinstance(found, tuple):
-            self._held, self._read = self._held[found[0] :], self._read_arguments
-            return []
-        return None if found else self._end_call(0)
+        found = [(form, self._take(form.rest)) for form in self._possible]
+        matches = [(form, match[0]) for form, match in found if isinstance(match, tuple)]
+        if not matches:
+            return None if any(match for _, match in found) else self._end_call(0)
+        self._possible, self._held = [form for form, _ in matches], self._held[matches[0][1] :]
+        self._read = self._read_items if self._possible[0].notation else self._read_arguments
+        return []
+
+    def _read_items(self) -> list[Part] | None:
+        """Read an argument that is complete, or the end of the arguments."""
+        form = self._possible[0]
+        self._held = self._held.lstrip(WHITESPACE)
+        ends = self._take(form.after)
+        if isinstance(ends, tuple):
+            self._read = self._read_after
+            return self._arguments(0, "}" if self._has_argument else "{}")
+        found = form.notation and form.notation.take(self._held, self._names.get(self._name, {}))
+        if not found:
+            return None
+        end, key, value = found
+        begin, self._has_argument = ", " if self._has_argument else "{", True
+        return self._arguments(end, f"{begin}{key}: {value}")
 
     def _read_arguments(self) -> list[Part] | None:
         """Read a JSON object, or as much as there is of it."""
@@ -180,20 +205,23 @@ class AnswerReader:
                 return self._arguments(position + 1)
         return self._arguments(len(self._held)) or None
 
-    def _arguments(self, count: int) -> list[Part]:
-        text, self._held = self._held[:count], self._held[count:]
+    def _arguments(self, count: int, text: str = "") -> list[Part]:
+        text, self._held = text or self._held[:count], self._held[count:]
         return [Arguments(self.calls - 1, text)] if text else []
 
     def _read_after(self) -> list[Part] | None:
         """Read the end of a call, and the beginning of the next one in its block."""
-        form = self._form
-        following = bool(form.next_opening) and take(form.next_opening, self._held, 0, self._names)
-        if isinstance(following, tuple):
-            return [self._call(form, *following)]
-        closing = take(form.closing, self._held, 0, self._names)
-        if isinstance(closing, tuple):
-            return self._end_call(closing[0])
-        return None if following or closing else self._end_call(0)
+        following = {form: bool(form.next_opening) and self._take(form.next_opening) for form in self._possible}
+        closing = [self._take(form.closing) for form in self._possible]
+        for form, match in following.items():
+            if isinstance(match, tuple):
+                return [self._call(form, *match)]
+        if found := [match[0] for match in closing if isinstance(match, tuple)]:
+            return self._end_call(max(found))
+        return None if any(following.values()) or any(closing) else self._end_call(0)
+
+    def _take(self, elements: Sequence[str]) -> tuple[int, str] | bool:
+        return take(elements, self._held, 0, self._names)
 
     def _end_call(self, count: int) -> list[Part]:
         self._held, self._read, self._first = self._held[count:], self._read_text, True

@@ -14,12 +14,14 @@ from jinja2 import TemplateError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specserve.api.call_formats import FORMATS, format_of, thinking_tags
+from specserve.api.answer import AnswerReader, Arguments, Call
+from specserve.api.call_formats import FORMATS, formats_of, thinking_tags
 from specserve.api.prompt import Prepare
 from specserve.api.request_schema import ChatRequest
+from specserve.api.tools import Tool
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import RequestError
-from specserve.grammar.call_form import ARGUMENTS, NAME
+from specserve.grammar.tool_calls import CallSyntax
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,17 @@ _DOUBLED, _SINGLE = (
 )
 # What transformers masks for training is a scope like that of Jinja's `with`.
 _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
+# Tools and arguments of calls that a template is tried with; the ids are as Mistral's templates demand.
+_PROBES = {"probe_one": {"city": "Rome"}, "probe_two": {"city": "Oslo"}}
 # The template variables that switch reasoning, set by `reasoning_effort`.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which templates may grow and shrink lists, which are copies, as that of Kimi K2 does."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr in {"append", "pop"}) or super().is_safe_attribute(obj, attr, value)
 
 
 class ChatTemplate:
@@ -57,7 +68,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
         # Like the one of transformers.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda pattern: datetime.now().astimezone().strftime(pattern)
         # Jinja's own filter escapes HTML; chat templates expect this one.
@@ -65,19 +76,56 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
-        # How the model writes tool calls and reasoning.
-        marks, self.calls = FORMATS[format_of(source)]
         self.thinking = thinking_tags(source)
         self._wants_short_ids = f"length != {_SHORT}" in source
+        self._no_tools: list[Any] | None = None
+        self._wants_thinking = "message.thinking" in source
+        # The name of the format in which the model writes calls, and how many of two in a message the template shows.
+        formats = formats_of(source)
+        self.format, self._shown = formats[0], len(_PROBES)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             # A template's own tool format is used only if the table of formats has it.
-            self._knows_tools = bool(marks) and "tools" in meta.find_undeclared_variables(parsed)
+            self._knows_tools = self.format != "any" and "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
+            if self.format != "any":
+                self._try_calls(formats)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
         else:
             self.problem = self._trial_problem()
+            if self.problem:
+                # Some templates iterate over tools in any case.
+                self._no_tools = []
+                if self._trial_problem():
+                    self._no_tools = None
+                else:
+                    self.problem = None
+
+    @property
+    def calls(self) -> CallSyntax:
+        """How the model writes tool calls."""
+        return FORMATS[self.format][1]
+
+    def _try_calls(self, formats: list[str]) -> None:
+        """Find the format in which the template writes calls of earlier turns, and how many of a message it shows."""
+        calls = [
+            {"id": name.replace("_", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in _PROBES.items()
+        ]
+        messages: list[Message] = [{"role": "user", "content": _MARKER}]
+        messages += [{"role": "assistant", "content": "", "tool_calls": calls}]
+        messages += [{"role": "tool", "content": "", "tool_call_id": call["id"]} for call in calls]
+        tools = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in _PROBES]
+        try:
+            text = self.render(messages, [tool.for_template() for tool in tools]).rpartition(_MARKER)[2]
+        except RequestError:
+            return
+        self._shown = sum(name in text for name in _PROBES)
+        if all(_reads(name, text) is False for name in formats[:-1]):
+            # The template shows calls in a form that the table does not have.
+            self.format, self._knows_tools = "any", False
+        self.format = next((name for name in formats[:-1] if _reads(name, text)), self.format)
 
     def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
         """Render the prompt for the assistant's next message; `prepare` is applied to all that comes from the request.
@@ -101,7 +149,9 @@ class ChatTemplate:
             variables |= dict.fromkeys(_THINKING_VARIABLES, False)
         variables |= prepare(request.chat_template_kwargs or {})
         if not continues:
-            return self.render(messages, tools, variables)
+            # A form that holds from the first token on leaves the model no room for a header.
+            plain = request.structure and not request.callable_tools and self.thinking and self.thinking.headers
+            return self.render(messages, tools, variables) + (plain[-1] if plain else "")
         marked = self.render([*messages[:-1], {**messages[-1], "content": _MARKER}], tools, variables)
         before, found, _ = marked.rpartition(_MARKER)
         if not found:
@@ -129,19 +179,23 @@ class ChatTemplate:
         """Render messages; after a refusal with one call a message, or without a system message."""
         if self._wants_short_ids:
             messages = [*map(_with_short_ids, messages)]
-        if not self._knows_tools:
-            messages = self._told(messages, tools, role="user" if is_refused else "system")
-        elif is_refused:
+        if self._wants_thinking:
+            messages = [*map(_with_thinking, messages)]
+        if self.format == "any" or (not self._shown and not self._knows_tools):
+            messages = self._as_text(messages)
+        elif not self._shown:
+            messages = [*map(self._written, messages)]
+        elif self._shown == 1 or (is_refused and self._knows_tools):
             messages = _one_call_each(messages)
+        if tools and not self._knows_tools:
+            messages = self._told(messages, tools, role="user" if is_refused else "system")
         # As transformers calls templates, many of which test `tools is none`.
-        shown = (self._knows_tools and tools) or None
+        shown = (self._knows_tools and tools) or self._no_tools
         fixed = {"messages": messages, "tools": shown, "documents": None, **self._tokens}
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
-    def _told(self, messages: Messages, tools: Messages, *, role: str) -> list[Message]:
-        """Write tools, calls and results as text; the first message lists the tools, and has the role `role`."""
-        own = self.calls.forms[0]
-        written = own.begin + own.call + own.end
+    def _as_text(self, messages: Messages) -> list[Message]:
+        """Write calls and results as text."""
         told: list[Message] = []
         after_answer = False
         for message in messages:
@@ -153,18 +207,24 @@ class ChatTemplate:
                 told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{content}"}
                 continue
             after_answer = is_answer
-            called = (call["function"] for call in message.get("tool_calls", ()))
-            calls = [_filled(written, call["name"], json.dumps(call["arguments"])) for call in called]
-            kept = {"role": "user"} if is_answer else {k: v for k, v in message.items() if k != "tool_calls"}
-            told.append({**kept, "content": "\n".join([content] * bool(content) + calls)})
-        if tools:
-            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            example = _filled(written, "the function's name", '{"argument": "value"}')
-            text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
-            first = told.pop(0)["content"] if told[0]["role"] == role else ""
-            both = [first, text] if role == "system" else [text, first]
-            told.insert(0, {"role": role, "content": "\n\n".join(filter(None, both))})
+            told.append({"role": "user", "content": content} if is_answer else self._written(message))
         return told
+
+    def _told(self, messages: Messages, tools: Messages, *, role: str) -> list[Message]:
+        """List the tools in the first message, which has the role `role`."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        example = self.calls.forms[0].write([{"name": "the function's name", "arguments": {"argument": "value"}}])
+        text = f"These functions can be called:\n{listed}\n\nTo call one, write\n{example}"
+        has_first = messages[0]["role"] == role
+        both = [messages[0]["content"] if has_first else "", text]
+        both = both if role == "system" else both[::-1]
+        return [{"role": role, "content": "\n\n".join(filter(None, both))}, *messages[has_first:]]
+
+    def _written(self, message: Message) -> Message:
+        """Write the calls of a message as text."""
+        calls = self.calls.forms[0].write([call["function"] for call in message.get("tool_calls", ())])
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**kept, "content": "\n".join(filter(None, [message["content"], calls]))}
 
     def _trial_problem(self) -> str | None:
         """Say why a question cannot be rendered; it is fine if the template demands a system message."""
@@ -176,8 +236,26 @@ class ChatTemplate:
         return None if _MARKER in text else "it leaves out the text of a message"
 
 
-def _filled(form: str, name: str, arguments: str) -> str:
-    return form.replace(NAME, name).replace(ARGUMENTS, arguments)
+def _reads(name: str, text: str) -> bool | None:
+    """Whether a format reads the first probe's call from a text; None if the text does not hold its arguments."""
+    (probe, arguments), *_ = _PROBES.items()
+    if arguments["city"] not in text:
+        return None
+    for form in (forms := FORMATS[name][1].forms[:2]):
+        # Some forms only begin an answer.
+        answer = text[max(0, text.find(form.fixed_begin)) :]
+        parts = AnswerReader(forms, {probe: {} for probe in _PROBES}).read(answer, done=True)
+        read = "".join(part.text for part in parts if isinstance(part, Arguments) and part.index == 0)
+        if isinstance(parts[0], Call) and parts[0].name == probe and read == json.dumps(arguments):
+            return True
+    return False
+
+
+def _with_thinking(message: Message) -> Message:
+    """Name reasoning as gpt-oss's template does, which takes it or the text beside calls."""
+    thinking = message.get("reasoning_content")
+    both = message["content"] and message.get("tool_calls")
+    return {**message, "thinking": thinking} if thinking and not both else message
 
 
 def _one_call_each(messages: Messages) -> list[Message]:

@@ -99,7 +99,7 @@ def resolve(
         stop_tokens=dict.fromkeys(request.stop_token_ids or (), "") | _named_tokens(request.stops, vocabulary),
         includes_stop=request.include_stop_str_in_output,
         spells_control=not request.skip_special_tokens,
-        tags=syntax.tags(vocabulary) | control_tokens(thinking or (), vocabulary),
+        tags=syntax.tags(vocabulary) | control_tokens(thinking.texts if thinking else (), vocabulary),
         max_seconds=request.t_max_predict_ms / 1000,
     )
     groups = [

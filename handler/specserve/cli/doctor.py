@@ -70,7 +70,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
         except ModelLoadError as error:
             yield Finding("memory", str(error), well=False)
             return
-        taken = loaded_bytes(fit, model, draft_model)
+        taken = loaded_bytes(fit, model, draft_model) + kernels.growth()
         sentence = f"A worker takes {taken / 2**20:,.0f} MiB at most, with a KV cache of {fit.cache_tokens} tokens."
         yield Finding("memory", sentence, facts={"bytes": taken, "cache_tokens": fit.cache_tokens})
 

@@ -1,13 +1,18 @@
 """How models write tool calls: one notation, from which both their reader and their grammar are made."""
 
-import re
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from __future__ import annotations
 
-# What stands in a call's form for a tool's name, its arguments (a JSON object), and optional whitespace.
-NAME, ARGUMENTS, SPACE = "NAME", "ARGUMENTS", "~"
+import json
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from specserve.grammar.arguments import SPACE, Notation
+
+# What stands in a call's form, beside SPACE, for a tool's name, its arguments, and an id that the model gives the call.
+NAME, ARGUMENTS, ID = "NAME", "ARGUMENTS", "#"
 # Names of tools: OpenAI's characters, and Anthropic's length.
 NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"
 # Whitespace characters in a row that SPACE takes: small models tend to generate them without end.
@@ -15,7 +20,8 @@ MAX_SPACE = 40
 WHITESPACE = " \t\r\n"
 # What may stand between calls, beside whitespace.
 BETWEEN = WHITESPACE + ";"
-_NAME = re.compile(NAME_PATTERN)
+ID_PATTERN = "[a-zA-Z0-9]{1,9}"
+_PATTERNS = {NAME: re.compile(NAME_PATTERN), ID: re.compile(ID_PATTERN)}
 
 
 @dataclass(frozen=True)
@@ -23,40 +29,77 @@ class CallForm:
     """A form of calls: a block of them is `begin`, a call, further ones after `separator`, and `end`."""
 
     begin: str
-    call: str  # with NAME and ARGUMENTS once each, and SPACE
+    call: str  # with NAME and ARGUMENTS once each, SPACE and ID
     end: str = ""
     separator: str | None = None  # None if a block has one call
     tag: str = ""  # how `begin` begins, where that alone opens a call; else the name of a tool does, in its place
     only_first: bool = False  # whether no text may stand before it, other than calls
+    notation: Notation | None = None  # of the arguments; None if they are a JSON object
 
     @property
     def text(self) -> str:
-        return self.begin + self.call + (self.separator or "") + self.end
+        notation = self.notation.item + self.notation.quote if self.notation else ""
+        return self.begin + self.call + (self.separator or "") + self.end + notation
+
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Write calls with their `name` and `arguments`; arguments that are no object are written as JSON."""
+        begin, form, end = (part.replace(SPACE, "").replace(ID, "0") for part in (self.begin, self.call, self.end))
+        before, _, after = form.partition(ARGUMENTS)
+        written = []
+        for call in calls:
+            given, notation = call["arguments"], self.notation
+            arguments = notation.write(given) if notation and isinstance(given, dict) else json.dumps(given)
+            written.append(before.replace(NAME, call["name"]) + arguments + after)
+        if self.separator is None:
+            return "\n".join(begin + call + end for call in written)
+        return begin + self.separator.replace(SPACE, "").join(written) + end if written else ""
+
+    def in_bytes(self) -> CallForm:
+        """Return the form with a character for each byte."""
+        texts: Any = {name: as_bytes(text) for name, text in vars(self).items() if isinstance(text, str)}
+        return replace(self, **texts)
+
+    @property
+    def fixed_begin(self) -> str:
+        return self._to_name[0]
 
     @cached_property
     def trigger(self) -> list[str]:
-        """The elements of a block after which it is a call: the tag, or all to the character after the name."""
-        return [self.tag] if self.tag else _to_name(self.begin + self.call)
+        """The elements of a block after which it is a call: the tag, or all to the name."""
+        return [self.tag] if self.tag else self._to_name
 
     @cached_property
     def opening(self) -> list[str]:
         """The elements of a block after which its call is certain, whatever tokens have overshot the trigger."""
-        return _to_name(self.begin + self.call) + ([] if self.tag else [*_from_name(self.call), "{"])
+        return self._to_name + ([] if self.tag else [*self._from_name, "{"])
 
     @cached_property
     def rest(self) -> list[str]:
         """The elements from the opening to the arguments."""
-        return _from_name(self.call) if self.tag else []
+        return self._from_name if self.tag else []
 
     @cached_property
     def next_opening(self) -> list[str]:
         """The elements from the arguments of a call to the name of the next one in its block; empty if it has none."""
-        after = self.call.partition(ARGUMENTS)[2]
-        return [] if self.separator is None else [*_elements(after + self.separator), *_to_name(self.call)]
+        before = self.call.partition(NAME)[0]
+        return [] if self.separator is None else [*self.after, *_elements(self.separator + before), NAME]
+
+    @cached_property
+    def after(self) -> list[str]:
+        """The elements of a call after its arguments."""
+        return _elements(self.call.partition(ARGUMENTS)[2])
 
     @cached_property
     def closing(self) -> list[str]:
-        return _elements(self.call.partition(ARGUMENTS)[2] + self.end)
+        return self.after + _elements(self.end)
+
+    @cached_property
+    def _to_name(self) -> list[str]:
+        return [*_elements((self.begin + self.call).partition(NAME)[0]), NAME]
+
+    @cached_property
+    def _from_name(self) -> list[str]:
+        return _elements(self.call.partition(NAME)[2].partition(ARGUMENTS)[0])
 
 
 class ThinkingTags(NamedTuple):
@@ -64,29 +107,30 @@ class ThinkingTags(NamedTuple):
 
     begin: str
     end: str
+    # What may stand before reasoning and text and belongs to neither; an answer without reasoning begins with the last.
+    headers: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.begin, self.end, *self.headers)
 
     def opening(self, text: str) -> int | None:
         """Return where the reasoning at the beginning of a text begins, -1 if there is none, None if more may tell."""
-        stripped = text.lstrip(WHITESPACE)
-        if stripped.startswith(self.begin):
-            return len(text) - len(stripped) + len(self.begin)
-        return None if self.begin.startswith(stripped) else -1
+        rest = text.lstrip(WHITESPACE)
+        while header := next(filter(rest.startswith, self.headers), None):
+            rest = rest[len(header) :].lstrip(WHITESPACE)
+        if rest.startswith(self.begin):
+            return len(text) - len(rest) + len(self.begin)
+        return None if any(mark.startswith(rest) for mark in (self.begin, *self.headers)) else -1
 
 
-def _to_name(form: str) -> list[str]:
-    """Return the elements up to the character that ends the name."""
-    before, _, after = form.partition(NAME)
-    return [*_elements(before), NAME, after[:1]]
-
-
-def _from_name(form: str) -> list[str]:
-    """Return the elements after the character that ends the name, up to the arguments."""
-    return _elements(form.partition(NAME)[2].partition(ARGUMENTS)[0][1:])
+def as_bytes(text: str) -> str:
+    return text.encode().decode("latin-1")
 
 
 def _elements(form: str) -> list[str]:
-    """Return each SPACE of a form, and the texts between them."""
-    return [part for part in re.split(f"({SPACE})", form) if part]
+    """Return each SPACE and ID of a form, and the texts between them."""
+    return [part for part in re.split(f"([{SPACE}{ID}])", form) if part]
 
 
 def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> tuple[int, str] | bool:
@@ -97,12 +141,14 @@ def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> 
             last = min(len(text), position + MAX_SPACE)
             while position < last and text[position] in WHITESPACE:
                 position += 1
-        elif part == NAME:
-            found = _NAME.match(text, position)
-            name = found[0] if found else ""
-            position += len(name)
-            if position < len(text) and name not in names:
+        elif part in _PATTERNS:
+            found = _PATTERNS[part].match(text, position)
+            position = found.end() if found else position
+            if position == len(text):
+                return True
+            if not found or (part == NAME and found[0] not in names):
                 return False
+            name = found[0] if part == NAME else name
         else:
             there = text[position : position + len(part)]
             if not part.startswith(there):
@@ -111,6 +157,11 @@ def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> 
                 return True
             position += len(part)
     return position, name
+
+
+def begun(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark that is not complete."""
+    return next(count for count in range(len(mark) - 1, -1, -1) if text.endswith(mark[:count]))
 
 
 class Found(NamedTuple):

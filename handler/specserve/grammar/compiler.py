@@ -15,6 +15,7 @@ import llguidance
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError, Unusable
+from specserve.grammar.arguments import ArgumentsGrammar
 from specserve.grammar.call_form import ThinkingTags
 from specserve.grammar.constraint import Budget, CompiledGrammar, Constraint, in_one_line
 from specserve.grammar.gbnf import MAX_TEXT as MAX_GRAMMAR_TEXT
@@ -102,7 +103,7 @@ class GrammarCompiler:
         readings = {name: _readings(name, schema, strict=name in strict) for name, schema in tools.items()}
         read: dict[str, ReadSchema] = {}
         for name, of_tool in readings.items():
-            read[name] = next(of_tool)
+            read[name] = _as_written(next(of_tool), syntax, f"tool '{name}'", strict=name in strict)
             _check_size(read)
         is_free = not required and otherwise is None
         other = None
@@ -255,6 +256,16 @@ def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[Re
         with suppress(Unusable):
             yield read_schema(whole, relaxes=True, without=without)
     yield ReadSchema('{"type": "object"}', relaxed=("parameters",))
+
+
+def _as_written(schema: ReadSchema, syntax: CallSyntax, what: str, *, strict: bool) -> ReadSchema:
+    """Name what calls may break as well, since the grammar of their notation cannot assert it."""
+    if (notation := syntax.forms[0].notation) is None:
+        return schema
+    grammar = ArgumentsGrammar(notation, json.loads(schema.text), lambda _body, _attribute="": "rule", json.dumps)
+    if grammar.unasserted and strict:
+        raise _refusal(what, f"this model's calls cannot be held to {', '.join(grammar.unasserted)}", "tools")
+    return schema._replace(relaxed=tuple(dict.fromkeys([*schema.relaxed, *grammar.unasserted])))
 
 
 def _check_size(tools: Mapping[str, ReadSchema]) -> None:

@@ -10,15 +10,18 @@ from typing import ClassVar, NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
+from specserve.grammar.arguments import SPACE, ArgumentsGrammar
 from specserve.grammar.call_form import (
     ARGUMENTS,
     BETWEEN,
+    ID,
+    ID_PATTERN,
     MAX_SPACE,
     NAME,
-    SPACE,
     WHITESPACE,
     CallForm,
     ThinkingTags,
+    as_bytes,
     find,
 )
 from specserve.grammar.constraint import BoolArray, Constraint
@@ -29,7 +32,7 @@ class CallSyntax(NamedTuple):
     """How a model writes calls: the forms in which they are read, its own first, and what it writes between blocks."""
 
     forms: tuple[CallForm, ...]
-    joiner: str = ""
+    joiner: str | None = ""  # None if an answer has one block
 
     def tags(self, vocabulary: Vocabulary) -> dict[int, str]:
         """Return the control tokens in the forms, which have no text, and their names."""
@@ -57,13 +60,14 @@ def call_grammar(
     `schemas` has two JSON schemas of each tool's arguments, as the compiler takes them: in the model's layout and in
     any. `otherwise` is the schema of a whole answer without calls.
     """
-    spelled = {SPACE: "SPACE?", **{name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}}
+    spelled = {SPACE: "SPACE?", ID: f"/{ID_PATTERN}/"}
+    spelled |= {name: f"<[{token}]>" for token, name in syntax.tags(vocabulary).items()}
     marks = "|".join(map(re.escape, spelled))
     # Names of rules by their bodies, so that tools share equal ones.
     rules: dict[str, str] = {}
 
-    def rule(body: str) -> str:
-        return rules.setdefault(body, f"rule_{len(rules)}")
+    def rule(body: str, attribute: str = "") -> str:
+        return rules.setdefault(f"{attribute}: {body}", f"rule_{len(rules)}")
 
     def fixed(form: str) -> str:
         """Return what spells a form without name and arguments."""
@@ -73,19 +77,25 @@ def call_grammar(
         before, _, after = form.call.partition(NAME)
         middle, _, last = after.partition(ARGUMENTS)
         flexible = SPACE in form.call
-        tools = (f"{fixed(name + middle)} {rule('%json ' + texts[flexible])}" for name, texts in schemas.items())
+
+        def arguments(schema: str) -> str:
+            notation = form.notation
+            body = ArgumentsGrammar(notation, json.loads(schema), rule, fixed).body if notation else "%json " + schema
+            return rule(body)
+
+        tools = (f"{fixed(name + middle)} {arguments(texts[flexible])}" for name, texts in schemas.items())
         call = rule(f"{fixed(before)} ({' | '.join(tools)}) {fixed(last)}")
         more = f"({fixed(form.separator)} {call})*" if parallel and form.separator is not None else ""
         return f"{fixed(form.begin)} {call} {more} {fixed(form.end)}"
 
     own, *_ = syntax.forms
     start = " | ".join(map(block, [own] if is_whole else syntax.forms))
-    if is_whole and parallel and own.separator is None:
+    if is_whole and parallel and own.separator is None and syntax.joiner is not None:
         start = f"{rule(start)} ({fixed(syntax.joiner)} {rule(start)})*"
     if otherwise is not None:
         start = f"{start} | {rule('%json ' + otherwise)}"
     space = f"SPACE: /[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
-    return "\n".join([f"start: {start}", space, *(f"{name}: {body}" for body, name in rules.items())]) + "\n"
+    return "\n".join([f"start: {start}", space, *(name + body for body, name in rules.items())]) + "\n"
 
 
 class _State(NamedTuple):
@@ -116,7 +126,10 @@ class CallConstraint:
 
     def __post_init__(self) -> None:
         self.relaxed = self.call.relaxed
-        self._tags = control_tokens([*(form.text for form in self.forms), *(self.thinking or ())], self.vocabulary)
+        texts = [*(form.text for form in self.forms), *(self.thinking.texts if self.thinking else ())]
+        names = control_tokens(texts, self.vocabulary)
+        self._tags = {token: as_bytes(name) for token, name in names.items()}
+        self._forms = [form.in_bytes() for form in self.forms]
         # The tokens that were asked about last, and the states before the first and after each of them.
         self._tokens: list[int] = []
         self._states = [_State(reasons=False if self.thinking is None else self.thinks_at_once or None)]
@@ -167,7 +180,7 @@ class CallConstraint:
                 return _State(pending=text, reasons=reasons)
         position = -1
         while True:
-            found = find(self.forms, text, self.names, start=position + 1, first=state.first, triggers=True)
+            found = find(self._forms, text, self.names, start=position + 1, first=state.first, triggers=True)
             position = found.position
             if found.match is None:
                 return _State(pending=text[position:], first=state.first and not text[:position].strip(BETWEEN))
@@ -186,7 +199,7 @@ class CallConstraint:
             return True
 
     def _text(self, token: int) -> str:
-        """Return a token's text with bytes as characters: what opens calls is ASCII."""
+        """Return a token's text with bytes as characters."""
         return self._tags.get(token) or self.vocabulary.piece(token).decode("latin-1")
 
     def _last(self, tokens: Sequence[int], length: int) -> list[int]:

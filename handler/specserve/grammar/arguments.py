@@ -1,0 +1,322 @@
+"""Arguments of tool calls that are no JSON object: their notation, from which reader, writer and grammar are made."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+from urllib.parse import unquote
+
+# What stands in a form for an argument's key and value, and for optional whitespace.
+KEY, VALUE, SPACE = "KEY", "VALUE", "~"
+# Deeper values are empty lists and objects; no more references are followed in a row.
+_MAX_DEPTH = 8
+_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_ALL = frozenset({*_TYPES.values(), "null"})
+_PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
+_WORDS = {"True": True, "False": False, "None": None}
+_DEFINITIONS = {"$defs", "definitions", "x-guidance"}
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How an argument is written, by its KEY and VALUE, and what stands between two.
+
+    Values are `raw` (strings as they are, others as JSON), `python` literals, or `quoted`
+    (JSON with bare keys in the order of their names, and with strings between two `quote`).
+    """
+
+    item: str
+    between: str
+    kind: Literal["raw", "python", "quoted"] = "raw"
+    quote: str = ""
+
+    @cached_property
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the key, between key and value, and after the value."""
+        before, _, after = self.item.partition(KEY)
+        middle, _, end = after.partition(VALUE)
+        return before, middle, end
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        before, middle, between = (
+            r"\s*".join(map(re.escape, part.split(SPACE))) for part in (*self.parts[:2], self.between.strip())
+        )
+        return re.compile(rf"\s*(?:{between}\s*)?{before}(?P<key>.+?){middle}", re.DOTALL)
+
+    @cached_property
+    def _token(self) -> re.Pattern[str]:
+        if self.kind == "python":
+            return re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[][{}(),]|[^][{}(),"']+""", re.DOTALL)
+        quote = re.escape(self.quote)
+        return re.compile(rf"{quote}.*?{quote}|[][{{}},]|(?:(?!{quote})[^][{{}},])+", re.DOTALL)
+
+    def take(self, text: str, schema: Schema) -> tuple[int, str, str] | None:
+        """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete."""
+        head = self._head.match(text)
+        end = None if head is None else self._end(text, head.end())
+        if head is None or end is None:
+            return None
+        value = self._value(text[head.end() : end], _argument_types(schema, head["key"]))
+        return end + len(self.parts[2]), json.dumps(head["key"], ensure_ascii=False), value
+
+    def _end(self, text: str, begin: int) -> int | None:
+        """Return the end of the value that begins there."""
+        if self.kind == "raw":
+            end = text.find(self.parts[2], begin)
+            return None if end < 0 else end
+        depth = 0
+        while token := self._token.match(text, begin):
+            if not depth and token[0] in {"]", "}", ")", ","}:
+                return begin
+            depth += (token[0] in {"[", "{", "("}) - (token[0] in {"]", "}", ")"})
+            begin = token.end()
+        return None
+
+    def _value(self, text: str, types: frozenset[str]) -> str:
+        """Return a value in JSON; what has none of the types is a string."""
+        if self.kind == "raw" and types == {"string"}:
+            return json.dumps(text, ensure_ascii=False)
+        written = (self._unquoted(text) if self.kind == "quoted" else text).strip()
+        value: Any = text
+        for parse in (json.loads, _WORDS.__getitem__, *[_python] * (self.kind == "python")):
+            with suppress(ValueError, LookupError, SyntaxError, TypeError, MemoryError, RecursionError):
+                value = parse(written)
+                break
+        if self.kind == "raw" and _type(value) not in types:
+            value = text
+        with suppress(ValueError, TypeError):
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(text, ensure_ascii=False)
+
+    def _unquoted(self, text: str) -> str:
+        parts = text.split(self.quote)
+        for index, part in enumerate(parts):
+            bare = re.sub(r"([^\s{}\[\],:\"]+)(\s*:)", r'"\1"\2', part)
+            bare = re.sub(r"\bNone\b", "null", bare)
+            parts[index] = json.dumps(part, ensure_ascii=False) if index % 2 else bare
+        return "".join(parts)
+
+    def write(self, arguments: Mapping[str, Any]) -> str:
+        before, middle, end, between = (part.replace(SPACE, "") for part in (*self.parts, self.between))
+        return between.join(before + key + middle + self.written(value) + end for key, value in self.ordered(arguments))
+
+    def ordered(self, items: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return sorted(items.items(), key=lambda item: item[0].lower()) if self.kind == "quoted" else [*items.items()]
+
+    def written(self, value: Any) -> str:
+        """Write a value."""
+        text = json.dumps(value, ensure_ascii=False)
+        if self.kind == "raw":
+            return value if isinstance(value, str) else text
+        if isinstance(value, dict) and self.kind == "quoted":
+            return f"{{{self.between.join(f'{key}:{self.written(part)}' for key, part in self.ordered(value))}}}"
+        if isinstance(value, list):
+            return f"[{self.between.join(map(self.written, value))}]"
+        if self.kind == "python":
+            return _PYTHON_WORDS.get(text, text)
+        return self.quote + value + self.quote if isinstance(value, str) else text
+
+
+class ArgumentsGrammar:
+    """Lark for the arguments of one tool in a notation, by the tool's schema as the compiler takes it.
+
+    `rule` names a rule by its body and attribute; `fixed` spells a form, with control tokens as such. `unasserted` has
+    the keywords that arguments may break.
+    """
+
+    def __init__(
+        self, notation: Notation, schema: Schema, rule: Callable[..., str], fixed: Callable[[str], str]
+    ) -> None:
+        self._notation, self._root, self._rule, self._fixed = notation, schema, rule, fixed
+        self._depth = 0
+        # The rules of values to which references lead, and of any value by its depth; none while it is being made.
+        self._targets: dict[int, str | None] = {}
+        self.unasserted: dict[str, None] = {}
+        before, middle, _ = notation.parts
+        self.body = self._items(_resolved(schema, schema), lambda key: f"{fixed(before)} {key} {fixed(middle)}")
+
+    def _items(self, schema: Schema, key_of: Callable[[str], str]) -> str:
+        """Return what spells properties in their order; `key_of` spells a key and what stands before its value."""
+        self._note(schema, "properties", "required", "additionalProperties")
+        required, others = schema.get("required", []), schema.get("additionalProperties", True)
+        # In the order of the schema.
+        named = {**schema.get("properties", {})}
+        named |= {key: {} for key in required if key not in named}
+        named = {key: part for key, part in named.items() if part is not False}
+        between = self._fixed(self._notation.between)
+        if not named and others is not False:
+            item = self._rule(f"{key_of(self._rule('/[A-Za-z0-9_.-]{1,64}/'))} {self._value(others)}")
+            return f"({item} ({between} {item})*)?"
+        first = more = '""'
+        for key, part in reversed(self._notation.ordered(named)):
+            item = self._rule(f"{key_of(_quoted(key))} {self._value(part)}")
+            optional = key not in required
+            # As the first item, and after others.
+            first = self._rule(f"{item} {more}" + f" | {first}" * optional)
+            more = self._rule(f"{between} {item} {more}" + f" | {more}" * optional)
+        return first
+
+    def _value(self, schema: Any) -> str:
+        """Return what spells a value, and for raw ones what stands after it."""
+        schema = schema if isinstance(schema, dict) else {}
+        target = _resolved(schema, self._root)
+        if target is schema and target:
+            return self._rule(" | ".join(dict.fromkeys(self._options(schema))))
+        place = id(target) if target else -self._depth
+        if place not in self._targets:
+            self._targets[place] = None
+            self._targets[place] = self._rule(" | ".join(dict.fromkeys(self._options(target))))
+        if (known := self._targets[place]) is not None:
+            return known
+        # It holds itself.
+        self.unasserted["$ref"] = None
+        return self._value({})
+
+    def _options(self, schema: Schema) -> Iterator[str]:
+        if "enum" in schema or "const" in schema:
+            self._note(schema, "enum", "const")
+            yield from map(self._literal, schema["enum"] if "enum" in schema else [schema["const"]])
+        elif "anyOf" in schema and schema.keys().isdisjoint({"properties", "required", "items"}):
+            self._note(schema, "anyOf")
+            yield from map(self._value, schema["anyOf"])
+        else:
+            types = _types(schema, self._root)
+            if self._notation.kind == "raw" and types == _ALL:
+                types = frozenset({"string"})
+            self._depth += 1
+            for name in sorted(types - ({"integer"} if "number" in types else set())):
+                yield from self._of_type(name, schema)
+            self._depth -= 1
+
+    def _literal(self, value: Any) -> str:
+        notation = self._notation
+        if notation.kind == "quoted" and isinstance(value, str):
+            return f"{self._fixed(notation.quote)} {_quoted(value)} {self._fixed(notation.quote)}"
+        if notation.kind == "python" and isinstance(value, str):
+            return f"({_quoted(notation.written(value))} | {_quoted(repr(value))})"
+        return self._ended(_quoted(notation.written(value)))
+
+    def _of_type(self, name: str, schema: Schema) -> Iterator[str]:
+        kind = self._notation.kind
+        if name in {"boolean", "null"}:
+            words = {"boolean": ["true", "false"], "null": ["null"]}[name]
+            python = [_PYTHON_WORDS[word] for word in words]
+            # Templates print raw values as JSON, or as Python does.
+            words = python if kind == "python" else words + python * (kind == "raw" or name == "null")
+            yield from (self._ended(_quoted(word)) for word in words)
+        elif name == "string" and kind == "raw":
+            yield self._text(schema, self._notation.parts[2])
+        elif name == "string" and kind == "quoted":
+            yield f"{self._fixed(self._notation.quote)} {self._text(schema, self._notation.quote)}"
+        elif kind == "raw" or name not in ({"array"} if kind == "python" else {"array", "object"}):
+            yield self._ended(self._json({**schema, "type": name}))
+            if name == "string" and schema.keys() <= {"type"}:
+                yield self._rule(r"/'([^'\\]|\\[nrt\\'\"])*'/")
+        elif self._depth > _MAX_DEPTH:
+            yield '"[]"' if name == "array" else '"{}"'
+        elif name == "array":
+            self._note(schema, "items", "minItems", "maxItems")
+            item, least, most = self._value(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+            more = f"({self._fixed(self._notation.between)} {item}){{{max(least - 1, 0)},{most - 1 if most else ''}}}"
+            yield '"[]"' if most == 0 else f'"[" ({item} {more}){"?" * (not least)} "]"'
+        else:
+            yield f'"{{" {self._items(schema, self._quoted_key)} "}}"'
+
+    def _quoted_key(self, key: str) -> str:
+        return f'{key} ":"'
+
+    def _ended(self, value: str) -> str:
+        """Return a value and, if it is a raw one, what stands after it."""
+        return f"{value} {self._fixed(self._notation.parts[2])}" if self._notation.kind == "raw" else value
+
+    def _text(self, schema: Schema, end: str) -> str:
+        """Return a text that does not hold its end, and that end."""
+        self._note(schema, "minLength", "maxLength")
+        text = f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
+        before, token, rest = self._fixed(end).partition("<[")
+        if not token:
+            return self._rule(f"/{text}/", f"[suffix={_quoted(end)}]")
+        # No text holds a control token.
+        before = "".join(rf"\u{{{ord(character):X}}}" for character in json.loads(before or '""'))
+        return f"{self._rule(f'/{text}{before}/')} <[{rest}"
+
+    def _json(self, schema: Schema) -> str:
+        """Return what spells JSON by a part of the schema, in which references lead to the whole one."""
+        part = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        options = {"x-guidance": self._root["x-guidance"]} if "x-guidance" in self._root else {}
+        if '"$ref"' in json.dumps(part):
+            part = {**_moved(part), "$defs": {"root": _moved(self._root)}}
+        return self._rule("%json " + json.dumps({**options, **part}))
+
+    def _note(self, schema: Schema, *followed: str) -> None:
+        self.unasserted |= dict.fromkeys(key for key in schema if key not in {"type", *followed, *_DEFINITIONS})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _python(text: str) -> Any:
+    """Return a literal's value; some templates break lines in strings."""
+    return ast.literal_eval(text.replace("\n", "\\n"))
+
+
+def _argument_types(schema: Schema, key: str) -> frozenset[str]:
+    properties = _resolved(schema, schema).get("properties")
+    return _types(properties.get(key) if isinstance(properties, dict) else None, schema)
+
+
+def _types(schema: Any, root: Schema) -> frozenset[str]:
+    """Return the JSON types that a schema allows."""
+    types, parts, seen = set[str](), [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        part = _resolved(part, root) if isinstance(part, dict) else {}
+        values = part.get("enum", [part["const"]] if "const" in part else None)
+        inside = part.get("anyOf", part.get("oneOf"))
+        named = part.get("type", [*_ALL])
+        if isinstance(values, list):
+            types |= set(map(_type, values))
+        elif isinstance(inside, list):
+            parts += inside if id(part) not in seen else []
+            seen.add(id(part))
+        else:
+            types |= {name for name in ([named] if isinstance(named, str) else named) if name in [*_ALL]}
+    return frozenset(types | {"integer"} if "number" in types else types)
+
+
+def _type(value: Any) -> str:
+    return "null" if value is None else _TYPES.get(type(value), "")
+
+
+def _resolved(schema: Schema, root: Schema) -> Schema:
+    """Follow a schema's references; one that leads nowhere is any value."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        place: Any = root
+        for step in unquote(reference).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            inside = dict(enumerate(place)) if isinstance(place, list) else place
+            place = inside.get(int(name) if isinstance(place, list) and name.isdecimal() else name, {})
+            if not isinstance(place, dict | list):
+                return {}
+        schema = place if isinstance(place, dict) else {}
+    return {}
+
+
+def _moved(schema: Any) -> Any:
+    """Return a schema whose references lead to its root at `$defs/root`."""
+    if isinstance(schema, list):
+        return [*map(_moved, schema)]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part) for key, part in schema.items() if key != "x-guidance"}
+    return moved | ({"$ref": "#/$defs/root" + moved["$ref"][1:]} if isinstance(moved.get("$ref"), str) else {})

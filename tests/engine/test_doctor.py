@@ -13,6 +13,8 @@ import pytest
 from costs import proportional
 from server import tiny
 from specserve.cli.doctor import check_costs, check_software, check_torchserve
+from specserve.config import load_yaml
+from tiny_config import tiny_config
 
 PROJECT = Path(__file__).parents[2]
 CGROUPS = Path("/sys/fs/cgroup")
@@ -40,6 +42,16 @@ def test_every_check_reports_a_finding() -> None:
     assert outcome.returncode == (not all(finding["well"] for finding in found.values()))
     assert found["costs"]["facts"]["draft_share"] > 0
     assert all(found[topic]["well"] for topic in TOPICS if topic not in {"cores", "costs"})
+
+
+def test_a_draft_of_another_vocabulary_is_a_finding(tmp_path: Path) -> None:
+    draft = load_yaml(tiny_config(tmp_path, "gpt2"))[0]["handler"]["draft"]
+    command = ["scripts/doctor", "--config", str(tiny_config(tmp_path, handler={"draft": draft})), "--json"]
+    outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    found = {finding["topic"]: finding for finding in json.loads(outcome.stdout)["findings"]}
+    assert outcome.returncode == 1
+    assert not found["pair"]["well"]
+    assert "does not fit the target tiny-qwen2-target" in found["pair"]["sentence"]
 
 
 @pytest.fixture

@@ -89,8 +89,11 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
         yield Finding("repeating", f"{target.left_to_llama_cpp.sentence}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
         if draft_model:
-            check_same_vocabulary(model, draft_model)
-            yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+            try:
+                check_same_vocabulary(model, draft_model)
+                yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
+            except ModelLoadError as error:
+                yield Finding("pair", str(error), well=False)
             draft_cost = PassCosts(measure(engine(draft_model)))
         yield check_costs(target_cost, draft_cost)
 

@@ -1,4 +1,4 @@
-// What the weight formats are written with. Each is a struct (q4_0.h, q8_0.h, q4_k.h, q6_k.h, floats.h, transcoded.h):
+// What the weight formats are written with. Each is a struct (q4_0.h, q5_1.h, q8_0.h, q4_k.h, q6_k.h, floats.h, transcoded.h):
 //
 //   type, length, bytes          ggml's type; the weights of a block, and its bytes in a GGUF file
 //   weight_bytes, side_bytes     of a panel's block: its weights, and the scales that lie before them
@@ -118,7 +118,7 @@ inline void multiply_32(const Ints * weights, const uint8_t * side, const Activa
 
 #else
 
-// A sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q5_k, and of a q6_k less its bias.
+// A sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q5_k or q5_1, and of a q6_k less its bias.
 static_assert(16 * 15 * 127 <= INT16_MAX && 8 * 32 * 127 <= INT16_MAX, "sums of 16 bits would overflow");
 static_assert(2 * 63 * 127 <= INT16_MAX, "vpmaddubsw would saturate");
 

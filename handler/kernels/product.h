@@ -119,7 +119,7 @@ constexpr Format kFormat = {F::type, F::length, F::sums, F::weight_bytes + F::si
                             pack<F>, quantise<typename F::Kernel>, multiply<typename F::Kernel>};
 
 constexpr Format kFormats[] = {kFormat<Q4_0>,   kFormat<Q8_0>, kFormat<Q4_K>, kFormat<Q6_K>, kFormat<Q5_0>,
-                               kFormat<IQ4_NL>, kFormat<Q3_K>, kFormat<Q5_K>, kFormat<F32>,  kFormat<F16>,
-                               kFormat<BF16>};
+                               kFormat<IQ4_NL>, kFormat<Q3_K>, kFormat<Q5_K>, kFormat<Q4_1>, kFormat<Q5_1>,
+                               kFormat<F32>,    kFormat<F16>,  kFormat<BF16>};
 
 }  // namespace

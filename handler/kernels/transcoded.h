@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "q5_1.h"
 #include "q6_k.h"
 #include "q8_0.h"
 
@@ -21,6 +22,20 @@ struct Q5_0 : Q8_0 {
             other[2 + i] = static_cast<uint8_t>((nibble | fifth << 4) - 16);
         }
         Q8_0::pack(other, weights, side, lane);
+    }
+};
+
+// Q4_1: d, m (half), 16 bytes as those of Q4_0; weight = d x nibble + m.
+struct Q4_1 : Q5_1 {
+    static constexpr ggml_type type = GGML_TYPE_Q4_1;
+    static constexpr int bytes = 20;
+
+    static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
+        uint8_t values[32];
+        for (int i = 0; i < 32; i++) {
+            values[i] = block[4 + i % 16] >> (i < 16 ? 0 : 4) & 0x0f;
+        }
+        pack_values(values, block, weights, side, lane);
     }
 };
 

@@ -97,7 +97,7 @@ def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: s
 
 
 # Where a block has numbers of half precision.
-HALVES = dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,)) | dict.fromkeys(("Q4_K", "Q5_K"), (0, 2))
+HALVES = dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,)) | dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 HALVES |= {"Q6_K": (208,), "Q3_K": (108,)}
 
 
@@ -162,6 +162,7 @@ PLANTED = {
          "four_for_all(activations + 32 * r)"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
+        ("q5_1.h", "fma(sum, d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(sum, d)"),
         ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [
@@ -169,10 +170,12 @@ PLANTED = {
         ("q8_0.h", "spread(block + 2, 8,", "spread(block + 3, 8,"),
         ("q4_k.h", "x.values + j * 32 * rows + 4 * v);", "x.values + j * 32 * rows + 4 * (v ^ 1));"),
         ("q6_k.h", "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
+        ("q5_1.h", "spread(values, 8, weights", "spread(values, 7, weights"),
         ("floats.h", "i * kLanes + lane", "i * kLanes + (lane ^ 1)"),
     ],
     "scales": [
         ("format.h", "mul(d, all(x.scales[r]))", "mul(d, all(x.scales[(r + 1) % rows]))"),
+        ("q5_1.h", "all(x.scales[r])", "all(x.scales[(r + 1) % rows])"),
         ("floats.h", "x.sums[i * rows + r]", "x.sums[i * rows + (r + 1) % rows]"),
         ("format.h", "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),
     ],

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 # The variants that this processor supports, the best one first. Tests name their variant: without a name it is used
 # only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
-FORMATS = tuple("Q4_0 Q8_0 Q4_K Q6_K Q5_0 IQ4_NL Q3_K Q5_K Q4_1 Q5_1 F32 F16 BF16".split())
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K", "Q5_K", "Q4_1", "Q5_1", "F32", "F16", "BF16")
 # Weights of a block.
 BLOCK = {name: 256 if name.endswith("K") else 32 for name in FORMATS}
 

@@ -97,7 +97,8 @@ def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: s
 
 
 # Where a block has numbers of half precision.
-HALVES = dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,)) | {"Q6_K": (208,), "Q3_K": (108,)}
+HALVES: dict[str, tuple[int, ...]] = {"Q6_K": (208,), "Q3_K": (108,)}
+HALVES |= dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,))
 HALVES |= dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 
 

@@ -125,7 +125,7 @@ def test_a_table_that_was_measured_while_others_took_the_cores_is_not_kept(
         monkeypatch.setattr(module, "read_times", lambda times=times: next(times))
         assert start(model)[0] > 10
         assert len(cached_files(model)) == kept
-        assert ("others took the cores for 30 % of that time" in caplog.text) == (not kept)
+        assert ("others took the cores for 30 % of the time" in caplog.text) == (not kept)
         caplog.clear()
 
 

@@ -65,8 +65,8 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
         if waited > _DISTURBED * (ran + waited):
             share = 100 * waited / (ran + waited)
             logger.warning(
-                "specserve: others took the cores for %.0f %% of the time while passes of %s were measured: the next start "
-                "measures them again",
+                "specserve: others took the cores for %.0f %% of the time while passes of %s were measured: the "
+                "next start measures them again",
                 share,
                 model.name,
             )

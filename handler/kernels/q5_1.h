@@ -8,6 +8,13 @@
 
 namespace {
 
+// Weight i of a block of Q5_0 or Q5_1, whose 4 bytes with fifth bits lie before 16 bytes with nibbles.
+inline uint8_t five_bits(const uint8_t * fifths, int i) {
+    const int nibble = fifths[4 + i % 16] >> (i < 16 ? 0 : 4) & 0x0f;
+    const int fifth = fifths[i / 8] >> (i % 8) & 1;
+    return static_cast<uint8_t>(nibble | fifth << 4);
+}
+
 struct Q5_1 {
     static constexpr ggml_type type = GGML_TYPE_Q5_1;
     static constexpr int length = 32, bytes = 24, group = 4, sums = 1;
@@ -17,8 +24,7 @@ struct Q5_1 {
     static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
         uint8_t values[32];
         for (int i = 0; i < 32; i++) {
-            const int fifth = block[4 + i / 8] >> (i % 8) & 1;
-            values[i] = static_cast<uint8_t>((block[8 + i % 16] >> (i < 16 ? 0 : 4) & 0x0f) | fifth << 4);
+            values[i] = five_bits(block + 4, i);
         }
         pack_values(values, block, weights, side, lane);
     }

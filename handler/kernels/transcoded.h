@@ -17,9 +17,7 @@ struct Q5_0 : Q8_0 {
         uint8_t other[Q8_0::bytes];
         std::memcpy(other, block, 2);
         for (int i = 0; i < 32; i++) {
-            const int nibble = block[6 + i % 16] >> (i < 16 ? 0 : 4) & 0x0f;
-            const int fifth = block[2 + i / 8] >> (i % 8) & 1;
-            other[2 + i] = static_cast<uint8_t>((nibble | fifth << 4) - 16);
+            other[2 + i] = static_cast<uint8_t>(five_bits(block + 2, i) - 16);
         }
         Q8_0::pack(other, weights, side, lane);
     }

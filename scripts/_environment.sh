@@ -1,5 +1,6 @@
 # Sourced with the name of a lock file: installs its packages, once, and sets PROJECT, VENV and PYTHON. `serve` and `dev`
-# go into .venv, other people's clients, which do not need specserve, into .venv-NAME.
+# go into .venv, other people's clients, which do not need specserve, into .venv-NAME. A function `while_compiling` of the
+# caller is called as soon as everything but llama.cpp is installed.
 
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 LOCKS="$PROJECT/scripts/locks"
@@ -43,6 +44,11 @@ _make_environment() {
     _fail "no Python 3.11 or 3.12 with its venv module is on PATH; install one (Debian, Ubuntu: apt install python3.11-venv)."
 }
 
+# Prints the part of lock file $1 that is about llama-cpp-python or, with $2 as "!", the rest.
+_of_lock() {
+    awk "/^[a-z]/ { ours = /^llama-cpp-python==/ } ${2:-}ours" "$LOCKS/$1.txt"
+}
+
 # pip's cache may hold a llama-cpp-python that another project built with other options.
 _is_built_as_asked() {
     "$PYTHON" -c 'import sys, llama_cpp
@@ -57,21 +63,30 @@ _install() {
     [[ "$(cat "$VENV/.made" 2>/dev/null)" == "$VENV" ]] && "$PYTHON" -c 'import pip' 2>/dev/null || _make_environment
     # The lock names every package; older versions of pip fail when they resolve the dependencies again.
     local pip=("$PYTHON" -m pip --disable-pip-version-check --no-input install --no-deps)
-    if [[ "$VENV" == */.venv ]]; then
+    if [[ "$VENV" != */.venv ]]; then
+        _logged "${pip[@]}" --require-hashes -r "$LOCKS/$1.txt"
+    else
         command -v "${CXX:-c++}" >/dev/null ||
             _fail "no C++ compiler is on PATH, and llama.cpp is built here; install one (Debian, Ubuntu: apt install g++)."
         export CMAKE_ARGS="${CMAKE_ARGS:-} $_BUILD" PATH="$VENV/bin:$PATH"
         _logged "${pip[@]}" --require-hashes -r "$LOCKS/build.txt"
         # An isolated build would download build tools that no lock names.
         pip+=(--no-build-isolation)
-    fi
-    _logged "${pip[@]}" --require-hashes -r "$LOCKS/$1.txt"
-    if [[ "$VENV" == */.venv ]]; then
-        _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir \
-            -r <(awk '/^llama-cpp-python==/ { ours = 1 } ours { print } ours && !/\\$/ { exit }' "$LOCKS/$1.txt")
+        # Compiled while everything else is downloaded; in a process group of its own, so that all of it can be ended.
+        set -m
+        _logged "${pip[@]}" --require-hashes -r <(_of_lock "$1") &
+        _COMPILER=$!
+        set +m
+        trap 'kill -- "-$_COMPILER" 2>/dev/null' EXIT
+        _logged "${pip[@]}" --require-hashes -r <(_of_lock "$1" !)
+        _logged "${pip[@]}" --editable "$PROJECT"
+        if [[ "$(type -t while_compiling)" == function ]]; then while_compiling; fi
+        echo "compiling llama.cpp and specserve's kernels"
+        wait "$_COMPILER"
+        trap - EXIT
+        _is_built_as_asked || _logged "${pip[@]}" --require-hashes --force-reinstall --no-cache-dir -r <(_of_lock "$1")
         # Always rebuilt: its sources are part of the fingerprint.
         _logged "${pip[@]}" --force-reinstall --no-cache-dir "$PROJECT/handler/kernels"
-        _logged "${pip[@]}" --editable "$PROJECT"
     fi
     _fingerprint "$1" >"$VENV/.specserve-$1"
 }

@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="the address that clients reach it at (default: %(default)s)"
     )
     serve.add_argument("--detach", action="store_true", help="return when the server is ready")
+    # For scripts/serve, which compiles llama.cpp meanwhile.
+    serve.add_argument("--fetch-only", action="store_true", help=argparse.SUPPRESS)
     serve.add_argument("--no-auth", action="store_true", help="ask for no token")
     verb("stop", "torchserve_process:run", "Stop a running server.", port=True)
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from specserve.cli import paths, torchserve_process
 from specserve.cli.archive import pack, prepared_document
+from specserve.cli.models import run_fetch
 from specserve.cli.torchserve_process import State, properties, require_stopped
 from specserve.config import TorchServeKeys
 from specserve.errors import EnvironmentFailure, ModelLoadError
@@ -46,6 +47,8 @@ _LAST_WORDS = re.compile(
 
 def run(options: Namespace) -> int:
     """Run a server until it is stopped or, with --detach, until it is ready."""
+    if options.fetch_only:
+        return run_fetch(options)
     _handle_interrupts(_interrupt)
     state, with_tokens = State(options.port), not options.no_auth
     require_stopped(state)

@@ -50,7 +50,10 @@ def texts(alphabet: int) -> st.SearchStrategy[list[int]]:
 def continuation(text: list[int], drafts: list[int], most: int) -> list[int]:
     """By trying all positions: what followed the longest matches most often, and among equals the newest."""
     run = text + drafts
-    ends = [end for end in range(len(text), 1, -1) if text[end - 2 : end] == run[-2:]][:_NEWEST]
+    # Runs that only share the hash take places among the newest, too.
+    place = NgramIndex(2, text)._hash
+    ends = [end for end in range(len(text), 1, -1) if place(text[end - 2 : end]) == place(run[-2:])][:_NEWEST]
+    ends = [end for end in ends if text[end - 2 : end] == run[-2:]]
     lengths = {
         end: next(n for n in range(_LONGEST + 1) if n == min(_LONGEST, end) or run[end - 1 - n] != run[-1 - n])
         for end in ends

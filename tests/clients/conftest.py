@@ -1,13 +1,10 @@
 """Servers for all clients: of the tiny pair, and of the default pair for those that call tools."""
 
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import ours
-from server import Server, running, tiny
+from server import Server, running
 from store import CONFIG
 from wire import Wire, recording
 
@@ -26,19 +23,6 @@ def server() -> Iterator[Server]:
     """A server with the tiny pair; with our kernels log-probabilities do not depend on other requests."""
     with running() as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def model() -> Path:
-    return ours.target(tiny())
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    # Its packages are in the environment of the tests that use it.
-    importlib.import_module("gguf_tokenizer").save_tokenizer(model, directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

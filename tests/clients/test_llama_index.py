@@ -1,50 +1,42 @@
-"""LlamaIndex's class for OpenAI-like servers returns what OpenAI's own client returns."""
+"""LlamaIndex's `OpenAILike`: completions, agents and structured outputs."""
 
 import asyncio
 from typing import Any
 
-from llama_index.core.llms import ChatMessage
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.llms.openai_like import OpenAILike
 
 from server import Server
-
-PROMPT = "The quick brown fox"
-SETTINGS = {"model": "tiny", "temperature": 0, "max_tokens": 24}
-BODIES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-MESSAGES = [ChatMessage(**message) for message in BODIES]
+from store import COUNT, MODEL, QUESTION, RULES, Stock, count_items
+from wire import Wire
 
 
-def client(server: Server, **changes: Any) -> OpenAILike:
-    return OpenAILike(api_base=f"{server.url}/v1", api_key=server.key, max_retries=0, **SETTINGS | changes)
-
-
-def test_completions_whole_streamed_and_async_equal_openais_clients(server: Server) -> None:
-    async def whole_and_streamed() -> tuple[str, str]:
-        llm = client(server)
-        answer = await llm.acomplete(PROMPT)
-        return answer.text, "".join([piece.delta async for piece in await llm.astream_complete(PROMPT)])
-
-    body: Any = {**SETTINGS, "prompt": PROMPT}
+def test_a_completion_whole_and_streamed_equals_openais_clients(server: Server) -> None:
+    prompt, settings = "The quick brown fox", {"model": "tiny", "temperature": 0, "max_tokens": 24}
+    body: Any = {**settings, "prompt": prompt}
     text = server.client().completions.create(**body).choices[0].text
-    answer = client(server).complete(PROMPT)
-    assert answer.text == text
-    assert answer.raw.speculation["drafted_tokens"] > 0
-    pieces = list(client(server).stream_complete(PROMPT))
-    assert "".join(piece.delta for piece in pieces) == pieces[-1].text == text
-    assert asyncio.run(whole_and_streamed()) == (text, text)
+    llm = OpenAILike(api_base=f"{server.url}/v1", api_key=server.key, max_retries=0, **settings)
+    assert llm.complete(prompt).text == text
+    assert "".join(piece.delta for piece in llm.stream_complete(prompt)) == text
 
 
-def test_chats_whole_streamed_and_async_equal_openais_clients(server: Server) -> None:
-    async def whole_and_streamed() -> tuple[str | None, str]:
-        llm = client(server, is_chat_model=True)
-        answer = await llm.achat(MESSAGES)
-        pieces = [piece.delta or "" async for piece in await llm.astream_chat(MESSAGES)]
-        return answer.message.content, "".join(pieces)
+def model(wire: Wire) -> OpenAILike:
+    options: Any = {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0}
+    options |= {"max_tokens": 200, "temperature": 0}
+    return OpenAILike(model=MODEL, api_base=f"{wire.url}/v1", api_key=wire.key, **options)
 
-    body: Any = {**SETTINGS, "messages": BODIES}
-    text = server.client().chat.completions.create(**body).choices[0].message.content
-    llm = client(server, is_chat_model=True)
-    assert llm.chat(MESSAGES).message.content == text
-    assert "".join(piece.delta or "" for piece in llm.stream_chat(MESSAGES)) == text
-    assert asyncio.run(whole_and_streamed()) == (text, text)
-    assert client(server, is_chat_model=False).chat(MESSAGES).message.content, "from v1/completions"
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_an_agent_runs_its_tool(wire: Wire, streaming: bool) -> None:
+    async def run() -> Any:
+        options: Any = {"system_prompt": RULES, "streaming": streaming, "initial_tool_choice": "count_items"}
+        return await FunctionAgent(tools=[count_items], llm=model(wire), **options).run(QUESTION)
+
+    outcome = asyncio.run(run())
+    assert [call.tool_name for call in outcome.tool_calls] == ["count_items"]
+    assert COUNT in str(outcome)
+
+
+def test_an_output_has_its_structure(wire: Wire) -> None:
+    assert isinstance(model(wire).as_structured_llm(Stock).complete(QUESTION).raw, Stock)

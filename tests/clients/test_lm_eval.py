@@ -1,4 +1,7 @@
-"""lm-evaluation-harness with `local-completions` reports the log-likelihoods that our engine computes directly."""
+"""lm-evaluation-harness with `local-completions` reports what the API tells OpenAI's client.
+
+The harness sends token ids of its own tokenizer, the client texts.
+"""
 
 import math
 from pathlib import Path
@@ -10,13 +13,21 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-import ours
-from ours import PROJECT
-from server import Server
+from gguf_tokenizer import save_tokenizer
+from server import PROJECT, Server, tiny
+from tiny_config import MODELS
 
 TASKS = PROJECT / "tests" / "clients" / "task"
 ITEMS, CHOICES = 12, 32
 CONCURRENT = {"batch_size": 2, "num_concurrent": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny()
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(MODELS / "tiny-qwen2-target.gguf", directory)
+    return directory
 
 
 def settings_for(server: Server, tokenizer: Path, **changes: int) -> dict[str, Any]:
@@ -44,43 +55,43 @@ def evaluate(task: str, settings: dict[str, Any]) -> Any:
     return results["results"][task], results["samples"][task]
 
 
-def loglikelihoods(model: Path, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """For each continuation after its context: its log-likelihood, and whether greedy decoding gives it."""
+def complete(server: Server, prompt: str, **fields: Any) -> Any:
+    body: Any = {"model": "tiny", "prompt": prompt, "temperature": 0, **fields}
+    return server.client().completions.create(**body).choices[0]
+
+
+def loglikelihood(server: Server, context: str, continuation: str) -> float:
+    """That of a continuation after its context; the first token of a text has none."""
+    scored = complete(server, context + continuation, max_tokens=0, echo=True, logprobs=1).logprobs
     # The harness counts spaces between the two as part of the continuation.
-    contexts = ours.encode(model, [context.rstrip() for context, _ in pairs])
-    scores = ours.score(model, ours.encode(model, [context + continuation for context, continuation in pairs]))
-    # The first token has no score.
-    own = [score[len(context) - 1 :] for context, score in zip(contexts, scores, strict=True)]
-    return [(sum(value for value, _ in score), all(greedy for _, greedy in score)) for score in own]
+    begin = len(context.rstrip())
+    scores = zip(scored.text_offset, scored.token_logprobs, strict=True)
+    return sum(logprob for offset, logprob in scores if logprob is not None and offset >= begin)
 
 
-def test_loglikelihoods_of_choices_equal_the_engines(settings: dict[str, Any], model: Path) -> None:
+def test_loglikelihoods_of_choices_are_the_servers(settings: dict[str, Any], server: Server) -> None:
     metrics, samples = evaluate("specserve_choices", settings)
     assert len(samples) == ITEMS
     pairs = [pair for item in samples for pair in item["arguments"]]
-    reported = [answer[0] for item in samples for answer in item["resps"]]
-    expected = loglikelihoods(model, pairs)
+    reported = [answer[0][0] for item in samples for answer in item["resps"]]
     assert len(reported) == CHOICES
-    assert [value for value, _ in reported] == pytest.approx([value for value, _ in expected], abs=1e-3)
-    assert [greedy for _, greedy in reported] == [greedy for _, greedy in expected]
+    assert reported == pytest.approx([loglikelihood(server, *pair) for pair in pairs], abs=1e-3)
     assert metrics["acc,none"] == pytest.approx(sum(item["acc"] for item in samples) / ITEMS)
 
 
 def test_is_greedy_is_true_of_the_greedy_continuation_only(server: Server, tokenizer: Path) -> None:
     client = get_model("local-completions")(**settings_for(server, tokenizer))
     question = "The quick brown fox"
-    body: Any = {"model": "tiny", "prompt": question, "max_tokens": 1, "temperature": 0}
-    greedy_text = server.client().completions.create(**body).choices[0].text
+    greedy_text = complete(server, question, max_tokens=1).text
     pairs = [(question, continuation) for continuation in (greedy_text, " \n never said")]
     calls = [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in pairs]
     assert [greedy for _, greedy in client.loglikelihood(calls)] == [True, False]
 
 
-def test_rolling_loglikelihoods_equal_the_engines(settings: dict[str, Any], model: Path) -> None:
+def test_rolling_loglikelihoods_are_the_servers(settings: dict[str, Any], server: Server) -> None:
     metrics, samples = evaluate("specserve_texts", settings)
     # The harness puts the BOS token before the text.
-    texts = ["<|endoftext|>" + item["target"] for item in samples]
-    expected = [sum(value for value, _ in score) for score in ours.score(model, ours.encode(model, texts))]
+    expected = [loglikelihood(server, "", "<|endoftext|>" + item["target"]) for item in samples]
     assert len(expected) == ITEMS
     assert [item["resps"][0][0] for item in samples] == pytest.approx(expected, abs=1e-3)
     size = sum(len(item["target"].encode()) for item in samples)
@@ -90,8 +101,6 @@ def test_rolling_loglikelihoods_equal_the_engines(settings: dict[str, Any], mode
 def test_generated_continuations_equal_decoding_without_speculation(settings: dict[str, Any], server: Server) -> None:
     _, samples = evaluate("specserve_continuations", settings)
     assert len(samples) == ITEMS
-    body: Any = {"model": "tiny", "max_tokens": 20, "temperature": 0, "stop": ["\n", "."]}
-    plain: Any = {"speculation": {"mode": "off"}}
+    plain: Any = {"max_tokens": 20, "stop": ["\n", "."], "extra_body": {"speculation": {"mode": "off"}}}
     for item in samples:
-        answer = server.client().completions.create(prompt=item["doc"]["question"], extra_body=plain, **body)
-        assert item["resps"][0][0] == answer.choices[0].text
+        assert item["resps"][0][0] == complete(server, item["doc"]["question"], **plain).text

@@ -199,6 +199,12 @@ class FrontEnd:
         """The events of a stream of choices."""
         return events_of(self.text(request_id))
 
+    def output(self, request_id: str) -> str:
+        """The text of the choices of a completion or chat, whole or streamed."""
+        whole = self.content_type[request_id] == "application/json"
+        events = [self.answer(request_id)] if whole else self.events(request_id)
+        return "".join(text_of(choice) for event in events for choice in event["choices"])
+
 
 def events_of(text: str) -> list[Any]:
     """A stream's events without the final [DONE], which is checked, and without comments."""

@@ -23,7 +23,6 @@ from specserve.api import parser, routes
 from specserve.api.choices import ChoicesResponse
 from specserve.api.response import GenerationResponse
 from specserve.api.routes import Routes
-from specserve.config import SpeculationConfig
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Left
@@ -87,17 +86,6 @@ def test_of_a_finished_sequence_only_tokens_are_kept(front_end: FrontEnd, monkey
     gc.collect()
     assert not submitted
     assert front_end.ask(body)["usage"]["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]) - 1
-
-
-def test_usage_counts_tokens_that_came_back_from_host_memory(front_end: FrontEnd) -> None:
-    """Other requests use all slots meanwhile. Blocks of 32 tokens come back; a token is a byte here."""
-    body = {**BODY, "prompt": "A long conversation, which returns. " * 3}
-    first = front_end.ask(body)
-    for number in range(SLOTS):
-        front_end.ask({**BODY, "prompt": f"{number}: something else, which is as long as that. " * 3})
-    second = front_end.ask(body)
-    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second)] == [0, 96]
-    assert first["choices"] == second["choices"]
 
 
 def test_usage_comes_at_the_end_of_a_stream_or_in_each_chunk_if_asked_for(front_end: FrontEnd) -> None:
@@ -353,14 +341,7 @@ def test_what_a_request_raises_fails_it_alone(monkeypatch: pytest.MonkeyPatch, o
             assert front_end.events(failed)[-1]["error"]["message"].endswith("its log says why.")
         else:
             assert front_end.status[failed] == 500
-        assert len({text_of(front_end, request_id) for request_id in requests if request_id != failed}) == 1
-
-
-def text_of(front_end: FrontEnd, request_id: str) -> str:
-    """The text of a completion, whole or streamed."""
-    whole = front_end.content_type[request_id] == "application/json"
-    events = [front_end.answer(request_id)] if whole else front_end.events(request_id)
-    return "".join(choice["text"] for event in events for choice in event["choices"])
+        assert len({front_end.output(request_id) for request_id in requests if request_id != failed}) == 1
 
 
 def test_a_failure_to_tell_a_failure_ends_a_stream(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,18 +423,6 @@ def test_a_chat_is_the_completion_of_its_rendered_messages(front_end: FrontEnd) 
     assert choice["message"]["content"] == same["text"]
     _, error = FrontEnd(chat_template=None).refusal(chat, CHATS)
     assert "no chat template" in error["message"]
-
-
-def test_the_holdback_speedup_is_reset_when_the_draft_model_fails() -> None:
-    """Of 150 requests each group has the 30 that it needs, except with probability 1 in 40,000."""
-    front_end = FrontEnd(speculation=SpeculationConfig(holdback=0.5))
-    for _ in range(150):
-        front_end.post({**BODY, "max_tokens": 2})
-    front_end.run()
-    assert front_end.speculation_status()["holdback"]
-    front_end.draft.fail_after = 0
-    front_end.ask({**BODY, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}})
-    assert front_end.speculation_status()["holdback"] is None
 
 
 KEY = {"Authorization": "Bearer a"}

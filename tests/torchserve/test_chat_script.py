@@ -1,4 +1,4 @@
-"""`scripts/chat` with a server with the tiny pair, through pipes and in a terminal."""
+"""`scripts/chat` in a terminal, with a server of the tiny pair."""
 
 import os
 import pty
@@ -6,7 +6,6 @@ import re
 import select
 import subprocess
 import time
-from typing import Any
 
 import pytest
 
@@ -17,16 +16,8 @@ pytestmark = pytest.mark.server
 
 # The last line of an answer and what follows it.
 ENDED = r"(stopped|tokens/s)[^>]*"
-FIGURES = r"\d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s"
-GAIN = r", \d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by estimate \(speed-up \S+\)"
-
-
-def chat(port: int, *options: str, lines: str = "") -> subprocess.CompletedProcess[str]:
-    """Run scripts/chat with these lines as its input."""
-    command = ["scripts/chat", "--port", str(port), *options]
-    return subprocess.run(
-        command, cwd=PROJECT, input=lines, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
+FIGURES = r"\d+ tokens in \d+\.\d\d s: \d+\.\d tokens/s, "
+GAIN = r"\d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by estimate \(speed-up \S+\)"
 
 
 class Terminal:
@@ -36,7 +27,7 @@ class Terminal:
         self._output = b""
         self._terminal, program = pty.openpty()
         environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-        environment |= {"TERM": "xterm-256color", "COLUMNS": "100"}
+        environment |= {"TERM": "xterm-256color", "COLUMNS": "160"}
         # The pseudo-terminal becomes the controlling one of a new session, so that Ctrl-C reaches the command.
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *command], cwd=PROJECT, env=environment, stdin=program, stdout=program, stderr=program
@@ -57,24 +48,7 @@ class Terminal:
         return text.decode(errors="replace")
 
 
-def test_answers_have_figures_and_a_refused_message_is_one_sentence_and_the_chat_continues(server: Server) -> None:
-    lines = f"Hello\n/plain\n{'too long ' * 400}\nHello again\n/fast\n"
-    outcome = chat(server.port, "--max-tokens", "40", lines=lines)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "\x1b" not in outcome.stdout
-    assert not outcome.stderr
-    # The output begins with the text that OpenAI's client gets.
-    hello: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-    answer = server.client().chat.completions.create(**hello, max_tokens=40)
-    text = answer.choices[0].message.content or ""
-    assert outcome.stdout.startswith(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text))
-    assert re.search(f"^{FIGURES}{GAIN}$", outcome.stdout, re.MULTILINE)
-    refused, continued = outcome.stdout.split("maximum context length is 512 tokens")
-    assert "without drafts\n" not in refused
-    assert re.search(f"^{FIGURES}, without drafts$", continued, re.MULTILINE)
-
-
-def test_a_terminal_has_colours_and_prompts_and_handles_ctrl_c_and_ctrl_d(server: Server) -> None:
+def test_a_terminal_has_colours_prompts_and_figures_and_handles_ctrl_c_and_ctrl_d(server: Server) -> None:
     terminal = Terminal("scripts/chat", "--port", str(server.port))
     greeting = terminal.read_until("fast> ")
     assert "tiny: \x1b[32mdraft model\x1b[0m" in greeting
@@ -88,10 +62,13 @@ def test_a_terminal_has_colours_and_prompts_and_handles_ctrl_c_and_ctrl_d(server
     for _ in range(2):
         terminal.type("/new\n")
         terminal.read_until("fast> ")
-    terminal.type("/plain\n")
-    terminal.read_until("plain> ")
     terminal.type("Hello\n")
-    assert "\x1b[32m" not in terminal.read_until(f"{ENDED}plain> ")
+    terminal.read_until(f"{FIGURES}{GAIN}[^>]*fast> ")
+    for keys in ("/new\n", "/plain\n"):
+        terminal.type(keys)
+        terminal.read_until("(fast|plain)> ")
+    terminal.type("Hello\n")
+    assert "\x1b[32m" not in terminal.read_until(f"{FIGURES}without drafts[^>]*plain> ")
     terminal.type("\x04")
     assert terminal.process.wait(PATIENCE_SECONDS) == 0
 
@@ -101,10 +78,13 @@ def test_a_missing_server_and_a_wrong_key_are_one_line_errors(server: Server) ->
     right = keys.read_text()
     keys.write_text(right.replace(server.key, "wrong"))
     try:
-        outcomes = [chat(free_ports()), chat(server.port)]
+        for port, sentence in (
+            (free_ports(), "nothing answers at .* scripts/serve.*"),
+            (server.port, "http://.*: Token Authorization failed.*"),
+        ):
+            command = ["scripts/chat", "--port", str(port)]
+            outcome = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+            assert (outcome.returncode, outcome.stdout) == (1, "")
+            assert re.fullmatch(f"specserve: {sentence}\n", outcome.stderr)
     finally:
         keys.write_text(right)
-    sentences = ("nothing answers at .* scripts/serve.*", "http://.*: Token Authorization failed.*")
-    for outcome, sentence in zip(outcomes, sentences, strict=True):
-        assert (outcome.returncode, outcome.stdout) == (1, "")
-        assert re.fullmatch(f"specserve: {sentence}\n", outcome.stderr)

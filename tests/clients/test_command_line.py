@@ -167,7 +167,6 @@ AGENTS = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A package with a test that fails."""
     root = tmp_path / "repository"
     files = {"calc/__init__.py": "", "calc/ops.py": OPERATIONS, "tests/__init__.py": "", "tests/test_ops.py": TEST}
     write(root, files)

@@ -161,11 +161,9 @@ class FrontEnd:
         return request_id
 
     def ask(self, body: object, route: str | None = "v1/completions", **headers: str) -> Any:
-        """The JSON of the whole response to a request."""
         return self.answer(self.answered(body, route, **headers))
 
     def refusal(self, body: object, route: str | None = "v1/completions") -> tuple[int, Any]:
-        """The status and the error of a request."""
         request_id = self.answered(body, route)
         return self.status[request_id], self.answer(request_id)["error"]
 
@@ -179,11 +177,9 @@ class FrontEnd:
         return self.text(stream)
 
     def speculation_status(self) -> Any:
-        """The current response of v1/speculation."""
         return self.answer(self.begin(None, "v1/speculation"))
 
     def sequences(self) -> tuple[int, int]:
-        """The numbers of live and of waiting sequences."""
         counts = self.speculation_status()["sequences"]
         return counts["live"], counts["waiting"]
 
@@ -192,7 +188,6 @@ class FrontEnd:
         return "".join(self.chunks[request_id])
 
     def answer(self, request_id: str) -> Any:
-        """The JSON of a whole response."""
         return json.loads(self.text(request_id))
 
     def events(self, request_id: str) -> list[Any]:
@@ -269,8 +264,6 @@ class ScriptedReader:
 
 
 class FakeContext:
-    """The context that TorchServe passes to handle()."""
-
     def __init__(self, front_end: FrontEnd) -> None:
         self.model_name = "qwen"
         self.manifest: dict[str, Any] = {}

@@ -42,7 +42,6 @@ def chat_of(request: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def sequences_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, object], list[TextSequence]]:
-    """Returns the sequences of a body of one of the routes."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
     write_tiny(path, "qwen2", "target")
     vocabulary = LlamaModel(path)
@@ -100,7 +99,6 @@ VALID = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """The output of the valid request alone."""
     return str(FrontEnd().ask(VALID)["choices"][0]["text"])
 
 

@@ -68,7 +68,6 @@ def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeyp
 
 
 def test_of_a_finished_sequence_only_tokens_are_kept(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the cache of prefixes."""
     submit, submitted = Scheduler.submit, weakref.WeakSet[TextSequence]()
 
     def remembered(scheduler: Scheduler, sequence: TextSequence, waited: float) -> None:
@@ -273,7 +272,6 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
 
 
 def test_streams_wait_once_for_a_long_parse(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes behind it."""
     front_end.begin({**BODY, "stream": True, "max_tokens": 40})
     release, wait, encode = threading.Event(), Mock(), FakeVocabulary.encode
     monkeypatch.setattr(FakeVocabulary, "encode", lambda *a, **options: release.wait(10) and encode(*a, **options))
@@ -345,7 +343,6 @@ def test_what_a_request_raises_fails_it_alone(monkeypatch: pytest.MonkeyPatch, o
 
 
 def test_a_failure_to_tell_a_failure_ends_a_stream(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other."""
     streams = [front_end.post({**BODY, "stream": True, "max_tokens": 40}) for _ in range(2)]
     front_end.handle_once()
     monkeypatch.setattr(front_end.handler._responses[streams[0]], "next_events", lambda: pytest.fail("as always"))

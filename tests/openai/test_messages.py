@@ -37,7 +37,6 @@ def front_end() -> FrontEnd:
 
 
 def whole(front_end: FrontEnd, **fields: Any) -> Any:
-    """The whole message that answers a greedy request."""
     message = front_end.ask({**GREEDY, **fields}, ROUTE)
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny"), message
     assert message["id"].startswith("msg_")
@@ -45,7 +44,6 @@ def whole(front_end: FrontEnd, **fields: Any) -> Any:
 
 
 def streamed(front_end: FrontEnd, **fields: Any) -> list[Any]:
-    """The events of the stream that answers a greedy request."""
     request_id = front_end.answered({**GREEDY, **fields, "stream": True}, ROUTE)
     assert (front_end.status[request_id], front_end.content_type[request_id]) == (200, "text/event-stream")
     return named_events(front_end.text(request_id))
@@ -80,7 +78,6 @@ def chat_of(**fields: Any) -> ChatRequest:
 
 
 def messages_of(*messages: Any, **fields: Any) -> list[Any]:
-    """The messages of this chat, without what is not set."""
     chat = chat_of(messages=[*messages], **fields)
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 

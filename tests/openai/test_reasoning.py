@@ -91,7 +91,6 @@ def test_the_tags_are_those_of_the_chat_template() -> None:
 
 
 def prompt_of(**fields: Any) -> str:
-    """The prompt that the template renders."""
     return ChatTemplate(QWEN, bos="", eos="").prompt(parse_body({**HELLO, **fields}, ChatRequest))
 
 

@@ -37,7 +37,6 @@ def generations_of(
 
 
 def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[TextSequence]]:
-    """The sequences of a completions body, by prompt."""
     request = parse_body(body, CompletionRequest)
     return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
@@ -288,7 +287,6 @@ def test_every_prompt_has_n_answers_of_which_the_first_scores_an_echoed_prompt()
 
 @pytest.fixture
 def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that VOCABULARY tokenizes."""
     found: list[str] = []
     encode = VOCABULARY.encode
 

@@ -66,7 +66,6 @@ def names_of(chat: ChatRequest) -> list[str]:
 
 
 def messages_of(**fields: Any) -> list[Any]:
-    """Its messages, without what is not set."""
     return [message.model_dump(exclude_none=True) for message in chat_of(**fields).messages]
 
 
@@ -151,7 +150,6 @@ def test_the_reasoning_of_a_model_that_thinks_is_an_item_and_counted() -> None:
 
 
 def test_an_answer_comes_back_as_one_message(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its calls."""
     ScriptedReader(PARTS).install(monkeypatch)
     items: list[Any] = [{"role": "user", "content": "hello"}]
     for _ in range(2):

@@ -70,7 +70,6 @@ def test_an_incomplete_last_character_has_the_source_of_the_last_token() -> None
 
 
 def answered(front_end: FrontEnd, body: dict[str, Any], route: str) -> tuple[list[Any], Any]:
-    """The chunks of a stream and the choice of the whole response."""
     stream, whole = (front_end.post({**body, "stream": stream}, route) for stream in (True, False))
     front_end.run()
     [choice] = front_end.answer(whole)["choices"]

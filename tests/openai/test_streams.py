@@ -16,7 +16,6 @@ def front_end() -> FrontEnd:
 
 
 def whole(front_end: FrontEnd, route: str, **fields: Any) -> list[Any]:
-    """The choices of a greedy answer."""
     choices: list[Any] = front_end.ask(body_of(route, **GREEDY | fields), route)["choices"]
     return choices
 

@@ -101,7 +101,6 @@ def test_a_call_is_a_field_of_the_message_with_valid_arguments() -> None:
 
 
 def told(found: Any) -> list[tuple[str, str]]:
-    """The names and arguments of a message's calls."""
     return [(call.function.name, call.function.arguments) for call in found.message.tool_calls]
 
 

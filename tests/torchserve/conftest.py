@@ -13,7 +13,6 @@ from tiny_config import tiny_config
 
 @pytest.fixture(scope="session")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which the server writes its trace."""
     return tmp_path_factory.mktemp("traces")
 
 

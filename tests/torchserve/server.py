@@ -41,7 +41,6 @@ def free_ports(count: int = 5) -> int:
 
 
 def tiny() -> Path:
-    """The model YAML of the tiny pair."""
     return tiny_config(MODELS)
 
 
@@ -61,7 +60,6 @@ class Server:
 
     @property
     def state(self) -> Path:
-        """The directory of TorchServe's files."""
         return PROJECT / ".specserve" / str(self.port)
 
     @property
@@ -91,12 +89,10 @@ class Server:
         return requests.get(self.url + route, headers=self.authorization(), timeout=PATIENCE_SECONDS)
 
     def manage(self, method: str, path: str, *, key: str = "management") -> requests.Response:
-        """A call of TorchServe's management API."""
         url = f"http://127.0.0.1:{self.port + 1}{path}"
         return requests.request(method, url, headers=self.authorization(key), timeout=PATIENCE_SECONDS)
 
     def register(self, archive: str) -> None:
-        """Register an archive of the server's model store."""
         answer = self.manage("POST", f"/models?url={archive}&initial_workers=1&synchronous=true")
         assert answer.ok, answer.text
 
@@ -116,7 +112,6 @@ class Server:
         return sum(value for of, value in series if of.startswith(f"specserve_{name}{{") and labels in of)
 
     def log(self) -> str:
-        """What the model's workers have written."""
         lines = (self.state / "logs" / "model_log.log").read_text().splitlines()
         return "\n".join(line for line in lines if f"-{self.model}_" in line)
 
@@ -175,12 +170,10 @@ def processes(state: Path, program: str = "") -> list[psutil.Process]:
 
 
 def workers(state: Path) -> list[psutil.Process]:
-    """The worker processes of a server."""
     return processes(state, "model_service_worker")
 
 
 def worker(state: Path) -> psutil.Process:
-    """The worker process of a server."""
     found = workers(state)
     assert found, "There is no worker."
     return found[0]

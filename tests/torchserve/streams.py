@@ -18,7 +18,6 @@ LOST_AFTER_SECONDS = 10
 
 
 def greedy_text(server: Server) -> str:
-    """The text of the greedy request."""
     answer = server.post(GREEDY)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
@@ -32,7 +31,6 @@ def is_serving(server: Server) -> bool:
 
 
 def sequences(server: Server) -> tuple[int, int]:
-    """The numbers of live and of waiting sequences."""
     counts = server.get("/v1/speculation").json()["sequences"]
     return counts["live"], counts["waiting"]
 

@@ -45,7 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> str:
-    """The text of the greedy request before any fault."""
     return greedy_text(server)
 
 

@@ -21,8 +21,6 @@ GAIN = r"\d\.\d\d tokens a round; decoding took \S+ s, without drafts \S+ s by e
 
 
 class Terminal:
-    """A command in a pseudo-terminal."""
-
     def __init__(self, *command: str) -> None:
         self._output = b""
         self._terminal, program = pty.openpty()

@@ -51,7 +51,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def faulty(server: Server, archive: Callable[..., Path], faults: Path) -> Iterator[Server]:
-    """A pair whose models can be made to fail."""
     mar = archive("faulty")
     with zipfile.ZipFile(mar) as ours:
         files = {name: ours.read(name) for name in ours.namelist()}

@@ -83,8 +83,6 @@ def prometheus(watched: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def _send_requests(server: Server, count: int) -> None:
-    """Send this number of short requests, four at a time."""
-
     def send(number: int) -> None:
         body = {"prompt": f"Fox {number % 7}", "max_tokens": 12, "ignore_eos": True, "temperature": number % 2}
         # The tiny draft is as slow as its target, so that no draft pays; every tenth request is in mode fixed.

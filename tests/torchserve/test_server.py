@@ -32,7 +32,6 @@ class Owner(BaseModel):
 
 
 def complete(server: Server, **changes: Any) -> Any:
-    """A greedy completion through OpenAI's client."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **changes}
     return server.client().completions.create(**body)
 

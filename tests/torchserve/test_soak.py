@@ -64,7 +64,6 @@ def send(server: Server, kind: str, rng: random.Random) -> str | None:
 
 
 def load(server: Server, number: int, over: threading.Event) -> list[Record]:
-    """Send one request after the other."""
     rng, records = random.Random(number), []
     while not over.is_set():
         kind, started = rng.choice(list(KINDS)), time.monotonic()

@@ -48,7 +48,6 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
 
 
 def read(reader: AnswerReader, pieces: Sequence[str]) -> tuple[str, list[str]]:
-    """The text that a reader finds, and the names and arguments of the calls."""
     parts: list[Part] = []
     for index, piece in enumerate(pieces):
         parts += reader.read(piece, done=index == len(pieces) - 1)

@@ -28,7 +28,6 @@ def put(content: bytes, directory: Path) -> Path:
 
 
 def found(path: Path | str = "model.gguf", **keys: object) -> Path:
-    """What a worker finds whose archive was built with a file of this path."""
     source = {"hub": "someone/some-GGUF/model.gguf", "sha256": "0" * 64, "requantise": "q4_0"}
     target = {"path": path, "sha256": SHA256, "source": source}
     config = HandlerConfig.model_validate({"model_id": "m", "target": target, **keys})

@@ -53,7 +53,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def name_of(path: Path) -> str:
-    """A module's path below the package."""
     return path.relative_to(PACKAGE).as_posix()
 
 

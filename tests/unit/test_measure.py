@@ -86,7 +86,6 @@ def cached_files(model: Path) -> list[Path]:
 
 
 def start(model: Path, *, slots: int = 1, rows: int = 256, **changed: Any) -> tuple[int, CostTable]:
-    """Start a server; returns how many passes it ran, and the table."""
     engine = MeasuredEngine(n_slots=slots)
     engine.max_rows = rows
     usual: dict[str, Any] = {"threads": 2, "kernels": "usual"}

@@ -23,8 +23,6 @@ def a_round(drafts: list[DrafterName], accepted: int, group: Group = "auto") -> 
 
 
 class RecordingMetrics(Metrics):
-    """Metrics that record the samples they emit."""
-
     def __init__(self) -> None:
         self.samples: list[tuple[Metric, tuple[str, ...], float]] = []
         self.now = 0.0

@@ -31,7 +31,6 @@ CONFIG = Path("model.yaml")
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models directory, empty."""
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
     # Has the effect of HF_ENDPOINT, which the client reads only when it is imported.
     use_hub(monkeypatch, "http://127.0.0.1:9")
@@ -58,8 +57,6 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A model hub with one file."""
-
     requests: ClassVar[list[str]] = []
     stated_sha256 = SHA256
 

@@ -26,7 +26,6 @@ def lookup(tokens: list[int], drafts: list[int] | None = None, most: int = 8) ->
 
 
 def pooled(pools: Pools, pool: Pool | None, tokens: list[int], drafts: list[int] | None = None) -> list[int]:
-    """What answers of a pool and the corpus propose for a text."""
     found = sequence(tokens)
     found.speculation = SpeculationParams(pool=pool)
     return LookupProposer(pools).propose(found, drafts or [], 8).tokens

@@ -47,7 +47,6 @@ def begin(parser: Parser, name: str, *, size: int = 10) -> None:
 
 
 def statuses(parser: Parser, routes: Routes) -> dict[str, int]:
-    """The status of each request, once all are parsed."""
     routes.may_begin.release(100)
     taken: dict[str, int] = {}
     while len(parser._parsing):

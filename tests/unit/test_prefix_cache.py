@@ -34,13 +34,11 @@ class Bench:
         return sequence
 
     def finish(self, prompt: list[int]) -> Sequence:
-        """A sequence that was prefilled and has finished."""
         sequence = self.start(prompt)
         self.cache.release(sequence)
         return sequence
 
     def lengths(self, *sequences: Sequence) -> list[int]:
-        """How many tokens their slots hold."""
         held = [self.held.num_computed_tokens(slot) for slot in range(self.held.n_slots)]
         assert list(map(len, self.target.cache)) == held
         return [held[sequence.slot] for sequence in sequences]

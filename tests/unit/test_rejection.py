@@ -23,7 +23,6 @@ DRAWING_RULES = [verify_token, verify_block]
 
 
 def softmax(logits: FloatArray) -> FloatArray:
-    """Rows of probabilities along the last axis."""
     exponentials: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
     normalised: FloatArray = exponentials / exponentials.sum(axis=-1, keepdims=True)
     return normalised

@@ -33,7 +33,6 @@ signal.signal(signal.SIGTERM, hand_on)
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
-    """The state of a server that is not running."""
     monkeypatch.setattr(paths, "STATE", tmp_path)
     own = State(18080)
     own.logs.mkdir(parents=True)

@@ -27,8 +27,6 @@ _HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "transfer-e
 
 @dataclass
 class Exchange:
-    """A request with its answer."""
-
     method: str
     path: str
     request: Json
@@ -64,7 +62,6 @@ class Exchange:
 
     @property
     def calls(self) -> list[tuple[str, str]]:
-        """The name and the arguments of every call in the answer."""
         calls: dict[Any, list[str]] = {}
         for event in self.events:
             self._read_call(event, calls)

@@ -49,7 +49,7 @@ def test_speculation_is_counted_and_does_not_change_greedy_output(server: Server
     assert answer.choices == plain.choices
     statistics = answer.model_extra["speculation"]
     assert statistics["mode"] == "fixed"
-    assert 0 < statistics["accepted_tokens"] < statistics["drafted_tokens"]
+    assert 0.2 < statistics["accepted_tokens"] / statistics["drafted_tokens"] < 1, "the tiny draft resembles its target"
     assert statistics["rounds"] < 60
 
 

@@ -55,7 +55,9 @@ def test_speculation_is_counted_and_does_not_change_greedy_output(server: Server
 
 def test_a_stream_has_the_text_of_the_whole_response_and_a_seed_repeats_it(server: Server) -> None:
     fields: Any = {"prompt": "héllo 世界 🙂", "seed": 4, "temperature": 1, "max_tokens": 80}
-    assert stream_text(server, **fields) == complete(server, **fields).choices[0].text
+    whole = complete(server, **fields, logprobs=0).choices[0]
+    assert stream_text(server, **fields) == whole.text
+    assert "\ufffd" in whole.logprobs.tokens, "a character is split between tokens"
     assert len({complete(server, temperature=1).choices[0].text for _ in range(3)}) > 1
 
 

@@ -66,7 +66,7 @@ def loglikelihood(server: Server, context: str, continuation: str) -> float:
     # The harness counts spaces between the two as part of the continuation.
     begin = len(context.rstrip())
     scores = zip(scored.text_offset, scored.token_logprobs, strict=True)
-    return sum(logprob for offset, logprob in scores if logprob is not None and offset >= begin)
+    return float(sum(logprob for offset, logprob in scores if logprob is not None and offset >= begin))
 
 
 def test_loglikelihoods_of_choices_are_the_servers(settings: dict[str, Any], server: Server) -> None:

@@ -81,7 +81,7 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
     """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty."""
     # Shorter ones if they have to be prefilled, much shorter if before each pass.
-    part = 64 if not engine.truncates else 16 if engine.token_bytes is None else 1
+    part = 64 if engine.rollback is not None else 16 if engine.token_bytes is None else 1
     near, far = kv_lengths(engine.slot_length, _FAR // part)
     most = min(engine.max_rows, engine.slot_length - near)
     rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
@@ -146,7 +146,7 @@ def _times(
             engine.forward(batch)
             seen[count] = min(seen[count], clock() - began)
             engine.truncate(0, start)
-            if not engine.truncates:
+            if engine.rollback is not None:
                 _fill(engine, start)
     return seen
 

@@ -159,7 +159,7 @@ def render(template: ChatTemplate, arguments: tuple[dict[str, Any], ...]) -> str
 def answers(template: ChatTemplate, arguments: tuple[dict[str, Any], ...]) -> str:
     """The calls as the template writes them, from where the model goes on."""
     text = render(template, arguments)
-    begins = [text.find(form.fixed_begin) for form in template.calls.forms]
+    begins = [text.find(form.opening[0]) for form in template.calls.forms]
     return text[min(begin for begin in begins if begin >= 0) :]
 
 

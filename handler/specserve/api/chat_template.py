@@ -81,7 +81,6 @@ class ChatTemplate:
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
         self._wants_short_ids = f"length != {_SHORT}" in source
         self._no_tools: list[Any] | None = None
-        self._wants_thinking = "message.thinking" in source
         # The name of the format in which the model writes calls, and how many of two in a message the template shows.
         self.format, self._shown = "", len(_PROBES)
         try:
@@ -98,12 +97,10 @@ class ChatTemplate:
         self.thinking = thinking_tags(marked)
         self._choose_format(formats_of(marked), history)
         # Some templates iterate over tools in any case.
-        problems = []
         for self._no_tools in (None, []):
-            problems.append(self._trial_problem())
-            if problems[-1] is None:
-                return
-        self.problem, self._no_tools = problems[0], None
+            self.problem = self._trial_problem()
+            if self.problem is None:
+                break
 
     @property
     def calls(self) -> CallSyntax:
@@ -127,14 +124,12 @@ class ChatTemplate:
 
     def _choose_format(self, formats: list[str], history: str | None) -> None:
         """Choose the format in which the template writes calls of earlier turns, else the first one."""
-        self.format = formats[0]
-        if history is not None:
-            self._shown = sum(name in history for name in _PROBES)
-            reads = {name: _reads(name, history) for name in formats[:-1]}
-            if all(found is False for found in reads.values()):
-                # The template shows calls in a form that the table does not have.
-                self.format = "any"
-            self.format = next((name for name, found in reads.items() if found), self.format)
+        reads = {name: _reads(name, history) for name in formats[:-1] if history is not None}
+        self.format = next((name for name, found in reads.items() if found), formats[0])
+        if reads and all(found is False for found in reads.values()):
+            # The template shows calls in a form that the table does not have.
+            self.format = "any"
+        self._shown = len(_PROBES) if history is None else sum(name in history for name in _PROBES)
         # A template's own tool format is used only if the table of formats has it.
         self._knows_tools &= self.format != "any"
 
@@ -189,10 +184,9 @@ class ChatTemplate:
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any], *, is_refused: bool = False
     ) -> str:
         """Render messages; after a refusal with one call a message, or without a system message."""
+        messages = [*map(_with_thinking, messages)]
         if self._wants_short_ids:
             messages = [*map(_with_short_ids, messages)]
-        if self._wants_thinking:
-            messages = [*map(_with_thinking, messages)]
         if self.format == "any" or (not self._shown and not self._knows_tools):
             messages = self._as_text(messages)
         elif not self._shown:
@@ -255,7 +249,7 @@ def _reads(name: str, text: str) -> bool | None:
         return None
     for form in (forms := FORMATS[name][1].forms[:2]):
         # Some forms only begin an answer.
-        answer = text[max(0, text.find(form.fixed_begin)) :]
+        answer = text[max(0, text.find(form.opening[0])) :]
         parts = AnswerReader(forms, {probe: {} for probe in _PROBES}).read(answer, done=True)
         read = "".join(part.text for part in parts if isinstance(part, Arguments) and part.index == 0)
         if isinstance(parts[0], Call) and parts[0].name == probe and read == json.dumps(arguments):
@@ -311,13 +305,7 @@ def _raise(message: str) -> NoReturn:
 def chat_template_of(model: LlamaModel) -> ChatTemplate | None:
     """Return a model's chat template, None if it has none; one that cannot be used is logged."""
     source = model.chat_template()
-    if not source:
-        return None
-    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text())
-    if template.problem is not None:
-        logger.error(
-            "specserve: v1/chat/completions is off, since the model's chat template cannot be used (%s); "
-            "v1/completions goes on.",
-            template.problem,
-        )
+    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text()) if source else None
+    if template and template.problem:
+        logger.error("specserve: chats are off, since the chat template cannot be used: %s", template.problem)
     return template

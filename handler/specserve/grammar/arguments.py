@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +12,22 @@ from urllib.parse import unquote
 
 # What stands in a form for an argument's key, the JSON type of its value, the value, and optional whitespace.
 KEY, TYPE, VALUE, SPACE = "KEY", "TYPE", "VALUE", "~"
+_PLACES = re.compile(f"({KEY}|{TYPE}|{VALUE}|{SPACE})")
 # Deeper values are empty lists and objects; no more references are followed in a row.
 _MAX_DEPTH = 8
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-_ALL = frozenset({*_TYPES.values(), "null"})
+_TYPES[type(None)] = "null"
+_ALL = frozenset(_TYPES.values())
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _WORDS = {"True": True, "False": False, "None": None}
 _DEFINITIONS = {"$defs", "definitions", "x-guidance"}
-# The containers that each kind of notation spells item by item; others are JSON.
-_SPELLED = {"raw": set[str](), "nested": {"array", "object"}, "python": {"array"}, "quoted": {"array", "object"}}
+# Around the lists and objects that each kind of notation spells value by value; others are JSON.
+_BRACKETS = {
+    "raw": {},
+    "nested": {"array": ("", ""), "object": ("", "")},
+    "python": {"array": ("[", "]")},
+    "quoted": {"array": ("[", "]"), "object": ("{", "}")},
+}
 
 Schema = Mapping[str, Any]
 
@@ -78,21 +85,21 @@ class Notation:
         """
         root = schema if root is None else root
         head = self._head.match(text)
-        end = None if head is None else self._end(text, head.end())
-        if head is None or end is None:
+        end = head and self._end(text, head.end())
+        if not head or not end:
             return None
-        named = head.groupdict()
-        inside = _inside(schema, named["key"], root)
-        types = _types(inside, root)
-        if "type" in named:
-            types = frozenset({"string"}) if named["type"] == self.type_name("string") else types - {"string"}
-        value = text[head.end() : end[0]]
-        is_container = value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"})
-        if self.kind == "nested" and is_container:
-            value = self._entries(value, inside, root, types)
+        key, value = head["key"], text[head.end() : end[0]]
+        schema = _inside(schema, key, root)
+        types = _types(schema, root)
+        if TYPE in self.item:
+            types = frozenset({"string"}) if head["type"] == self.type_name("string") else types - {"string"}
+        if self.kind != "nested" or types == {"string"}:
+            value = self._value(value, types)
+        elif value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"}):
+            value = self._entries(value, schema, root, types)
         else:
             value = self._value(value, types)
-        return end[1], _quoted(named["key"]), value
+        return end[1], _quoted(key), value
 
     def _end(self, text: str, begin: int) -> tuple[int, int] | None:
         """Return the end of the value that begins there, and that of its argument."""
@@ -146,20 +153,11 @@ class Notation:
         return "".join(parts)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        return self._written_items(self.ordered(arguments))
+        return self.between.replace(SPACE, "").join(self._argument(*item) for item in self.ordered(arguments))
 
-    def _written_items(self, items: Iterable[tuple[str, Any]]) -> str:
-        before, middle, typed, end, closing, between = (part.replace(SPACE, "") for part in (*self.parts, self.between))
-        return between.join(
-            before
-            + key
-            + middle
-            + (typed and self.type_name(_type(value)) + typed)
-            + self.written(value)
-            + end
-            + (closing and key + closing)
-            for key, value in items
-        )
+    def _argument(self, key: str, value: Any) -> str:
+        there = {KEY: key, TYPE: self.type_name(_type(value)), VALUE: self.written(value), SPACE: ""}
+        return "".join(there.get(part, part) for part in _PLACES.split(self.item))
 
     def ordered(self, items: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return sorted(items.items(), key=lambda item: item[0].lower()) if self.kind == "quoted" else [*items.items()]
@@ -167,16 +165,14 @@ class Notation:
     def written(self, value: Any) -> str:
         """Write a value."""
         text = json.dumps(value, ensure_ascii=False)
-        if _type(value) in _SPELLED[self.kind]:
-            if self.kind == "nested":
-                return self._written_items(
-                    value.items() if isinstance(value, dict) else (("item", part) for part in value)
-                )
-            return (
-                f"{{{self.write(value)}}}"
-                if isinstance(value, dict)
-                else f"[{self.between.join(map(self.written, value))}]"
-            )
+        if brackets := _BRACKETS[self.kind].get(_type(value)):
+            if isinstance(value, dict):
+                inside = self.write(value)
+            elif self.kind == "nested":
+                inside = "".join(self._argument("item", part) for part in value)
+            else:
+                inside = self.between.join(map(self.written, value))
+            return inside.join(brackets)
         if self.kind == "python":
             return _PYTHON_WORDS.get(text, text)
         return self.quote + value + self.quote if isinstance(value, str) else text
@@ -267,33 +263,32 @@ class ArgumentsGrammar:
 
     def _of_type(self, name: str, schema: Schema) -> Iterator[str]:
         notation, kind = self._notation, self._notation.kind
-        begin, end = {"array": ('"["', '"]"'), "object": ('"{"', '"}"')}.get(name, ("", ""))
-        begin, end = ('""', '""') if kind == "nested" else (begin, end)
         if name in {"boolean", "null"}:
-            words = {"boolean": ["true", "false"], "null": ["null"]}[name]
+            words = ["true", "false"] if name == "boolean" else ["null"]
             python = [_PYTHON_WORDS[word] for word in words]
             # Templates print raw values as JSON, or as Python does.
             words = python if kind == "python" else words + python * (notation.is_raw or name == "null")
             yield from (self._ended(name, _quoted(word)) for word in words)
-        elif name == "string" and notation.is_raw:
-            yield f"{self._typed(name)} {self._text(schema, notation.parts[3])}"
-        elif name == "string" and kind == "quoted":
-            yield f"{self._fixed(notation.quote)} {self._text(schema, notation.quote)}"
-        elif name not in _SPELLED[kind]:
+        elif name == "string" and kind != "python":
+            before = self._fixed(notation.quote) or self._typed(name)
+            yield f"{before} {self._text(schema, notation.quote or notation.parts[3])}"
+        elif (brackets := _BRACKETS[kind].get(name)) is None:
             yield self._ended(name, self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
                 yield self._rule(r"/'([^'\\]|\\[nrt\\'\"])*'/")
-        elif self._depth > _MAX_DEPTH:
-            yield self._ended(name, f"{begin} {end}")
-        elif name == "array":
-            self._note(schema, "items", "minItems", "maxItems")
-            items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
-            item = self._item('"item"', items) if kind == "nested" else self._value(items)
-            more = f"({self._fixed(notation.between)} {item}){{{max(least - 1, 0)},{most - 1 if most else ''}}}"
-            inside = "" if most == 0 else f"({item} {more}){'?' * (not least)}"
-            yield self._ended(name, f"{begin} {inside} {end}")
         else:
-            yield self._ended(name, f"{begin} {self._items(schema)} {end}")
+            before, after = map(_quoted, brackets)
+            inside = "" if self._depth > _MAX_DEPTH else self._list(schema) if name == "array" else self._items(schema)
+            yield self._ended(name, f"{before} {inside} {after}")
+
+    def _list(self, schema: Schema) -> str:
+        self._note(schema, "items", "minItems", "maxItems")
+        items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return ""
+        item = self._item('"item"', items) if self._notation.kind == "nested" else self._value(items)
+        more = f"{self._fixed(self._notation.between)} {item}"
+        return f"({item} ({more}){{{max(least - 1, 0)},{most - 1 if most else ''}}}){'?' * (not least)}"
 
     def _ended(self, name: str, value: str) -> str:
         """Return a value and, if it is a raw one, its type before it and what stands after it."""
@@ -359,6 +354,8 @@ def _inside(schema: Any, key: str, root: Schema) -> Any:
             return properties[key]
         if key == "item" and items is not None:
             return items
+        if isinstance(others := branch.get("additionalProperties"), dict):
+            return others
     return None
 
 
@@ -376,14 +373,13 @@ def _types(schema: Any, root: Schema) -> frozenset[str]:
 
 
 def _type(value: Any) -> str:
-    return "null" if value is None else _TYPES.get(type(value), "")
+    return _TYPES.get(type(value), "")
 
 
 def _pattern(form: str) -> str:
     """Return a regular expression for a form."""
     places = {KEY: "(?P<key>.+?)", TYPE: "(?P<type>.+?)", SPACE: r"\s*"}
-    parts = re.split(f"({KEY}|{TYPE}|{SPACE})", form)
-    return "".join(places.get(part) or re.escape(part) for part in parts)
+    return "".join(places.get(part) or re.escape(part) for part in _PLACES.split(form))
 
 
 def _resolved(schema: Schema, root: Schema) -> Schema:
@@ -393,11 +389,11 @@ def _resolved(schema: Schema, root: Schema) -> Schema:
             return schema
         place: Any = root
         for step in unquote(reference).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            inside = dict(enumerate(place)) if isinstance(place, list) else place
-            place = inside.get(int(name) if isinstance(place, list) and name.isdecimal() else name, {})
-            if not isinstance(place, dict | list):
-                return {}
+            name: Any = step.replace("~1", "/").replace("~0", "~")
+            with suppress(LookupError, TypeError, ValueError):
+                place = place[int(name) if isinstance(place, list) else name]
+                continue
+            return {}
         schema = place if isinstance(place, dict) else {}
     return {}
 

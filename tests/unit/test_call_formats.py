@@ -84,6 +84,13 @@ DSML_CALL = (
 ).replace("DSML", DSML)
 HY3 = "<arg_key>{{ k }}</arg_key>\n<arg_value>" + RAW + "</arg_value>\n{% endfor %}</tool_call>\n"
 HY3 = "<tool_call>{{ c.name }}<tool_sep>\n" + PARAMETERS + HY3
+
+
+def opensource(tagged: str) -> str:
+    """Tags that the template puts together, as the published one does."""
+    return re.sub("<([a-z/_]+)>", r"{{ '<\1{}>'.format(':opensource') }}", tagged)
+
+
 KIMI_TYPE = (
     "{{ 'string' if v is string else 'object' if v is mapping else 'boolean' if v is boolean else 'null' if v is none "
     "else 'number' if v is number else 'array' }}"
@@ -114,12 +121,7 @@ WRITTEN: dict[str, tuple[str, str, str]] = {
     "Nemotron Nano 2": ("<TOOLCALL>[", LISTED, "]</TOOLCALL>"),
     "Kimi": ("<|tool_calls_section_begin|>", KIMI + "<|tool_call_end|>", "<|tool_calls_section_end|>"),
     "Kimi K3": ("<|close|>response<|sep|><|open|>tools<|sep|>", KIMI_3, "<|close|>tools<|sep|>"),
-    # Put together, as the published one.
-    "Hy3": (
-        "{{ '<tool_calls{}>'.format(':opensource') }}\n",
-        re.sub(r"(<[a-z/_]+)>", r"\1:opensource>", HY3),
-        "</tool_calls:opensource>",
-    ),
+    "Hy3": (opensource("<tool_calls>\n"), opensource(HY3), opensource("</tool_calls>")),
     "Apriel, Hunyuan": ("\n<tool_calls>[", LISTED, "]</tool_calls>"),
     "Phi-4-mini": ("<|/tool|>functools[", LISTED, "]"),
     "Command R": ("<|START_ACTION|>[\n", f"    {COMMAND_R}{{{{ ',' if not last }}}}\n", "]<|END_ACTION|>"),
@@ -256,12 +258,16 @@ def test_a_template_that_writes_calls_in_an_unknown_form_is_told_ours() -> None:
 
 
 def test_calls_that_a_template_leaves_out_of_history_are_written_as_text_and_all_where_it_shows_one() -> None:
-    """As those of Granite 3.3 and LFM2 do, and that of gpt-oss."""
+    """As those of Granite 3.3, LFM2 and Phi-4-mini do, and that of gpt-oss."""
     silent = "List of tools: {{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(silent, bos="", eos="")
     assert '<|tool_call_start|>[get(city="Rome", rain=True)]<|tool_call_end|>' in render(
         template, ({"city": "Rome", "rain": True},)
     )
+    phi = "{% for m in messages %}{{ m.content }}{% if m.tools %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}{% endfor %}"
+    template = ChatTemplate(phi, bos="", eos="")
+    assert 'functools[{"name": "get", "arguments": {"city": "Rome"}}]' in render(template, ({"city": "Rome"},))
+    assert 'write\nfunctools[{"name": ' in template.render([{"role": "user", "content": "Hi"}], [{"name": "get"}])
     first = TEMPLATES["gpt-oss"].replace("in m.tool_calls %}", "in m.tool_calls[:1] %}")
     rendered = render(ChatTemplate(first, bos="", eos=""), ({"city": "Rome"}, {"city": "Oslo"}))
     assert rendered.index("Rome") < rendered.index("sunny") < rendered.index("Oslo")
@@ -328,6 +334,10 @@ def test_what_a_notation_cannot_assert_is_named_or_refused() -> None:
     schema = {"properties": {"city": {"type": "string", "pattern": "^[a-z]+$"}}, "required": ["city"]}
     compiler, syntax = GrammarCompiler(Pieces(BYTES)), FORMATS["Qwen3-Coder"][1]
     assert compiler.calls({"get": schema}, syntax, required=True, parallel=False).relaxed == ("tools.get.pattern",)
+    lists = {"type": "array", "items": {"type": "string", "pattern": "("}}
+    uncompiled = {"properties": {"city": {"type": "string", "allOf": [{"minLength": 1}]}, "lists": lists}}
+    relaxed = compiler.calls({"get": uncompiled}, syntax, required=True, parallel=False).relaxed
+    assert relaxed == ("tools.get.pattern", "tools.get.allOf")
     with pytest.raises(RequestError, match="held to pattern"):
         compiler.calls({"get": schema}, syntax, required=True, parallel=False, strict=["get"])
 
@@ -360,6 +370,32 @@ def test_raw_arguments_have_the_types_of_their_schemas() -> None:
     ):
         root = {"properties": {"a": schema}, "$defs": {"a": {"type": "string"}}}
         assert notation.take(f"<a>{text}</>", root) == (len(text) + 6, '"a"', json.dumps(value))
+    assert notation.take("<a>5</>", {"additionalProperties": {"type": "string"}}) == (7, '"a"', '"5"')
+    typed = Notation("<KEY TYPE>VALUE</>", "")
+    for declared, value in (("string", "5"), ("number", 5)):
+        assert typed.take(f"<a {declared}>5</>", {}) == (14, '"a"', json.dumps(value))
+
+
+def test_lists_and_objects_are_nested_in_tags() -> None:
+    person = {"type": "object", "properties": {"name": {"type": "string"}, "rows": {"$ref": "#/$defs/rows"}}}
+    rows = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}
+    properties = {
+        "people": {"type": "array", "items": person},
+        "rows": {"$ref": "#/$defs/rows"},
+        "any": {"type": "object"},
+    }
+    schema = {"properties": properties, "$defs": {"rows": rows}}
+    arguments = {"people": [{"name": "5", "rows": [[1, 2], [], [3]]}, {}], "rows": [], "any": {"k": "v", "item": "x"}}
+    syntax = FORMATS["MiniMax M3"][1]
+    for vocabulary in vocabularies(syntax):
+        grammar = GrammarCompiler(vocabulary).calls({"get": schema}, syntax, required=True, parallel=False)
+        for given, fits in ((arguments, True), ({"rows": [[1, 2, 3]]}, False), ({"rows": ["a"]}, False)):
+            text = syntax.forms[0].write([{"name": "get", "arguments": given}])
+            assert (
+                calls_of(AnswerReader(syntax.forms, {"get": schema}).read(text, done=True)) == [("get", given)]
+                or not fits
+            )
+            assert follows(grammar.fork(), vocabulary.encode(text, special=True)) == fits
 
 
 @pytest.fixture(scope="module")

@@ -196,13 +196,8 @@ def opened(constraint: CallConstraint, tokens: list[int]) -> int:
 
 
 def follows(constraint: Any, tokens: list[int]) -> bool:
-    """Whether a grammar that holds from the first token on takes these, as far as it goes."""
-    for position in range(len(tokens)):
-        if constraint.complete(tokens[:position]):
-            return True
-        if not constraint.allowed(tokens[:position])[tokens[position]]:
-            return False
-    return bool(constraint.complete(tokens))
+    """Whether a grammar that holds from the first token on takes exactly these."""
+    return bool(constraint.follows(tokens) and constraint.complete(tokens))
 
 
 def check_format(template: ChatTemplate, cases: list[tuple[dict[str, Any], ...]] = CASES) -> None:

@@ -60,32 +60,30 @@ _GLM = CallForm(
     tag="<tool_call>",
     notation=Notation("<arg_key>KEY</arg_key>~<arg_value>VALUE</arg_value>", "~"),
 )
-_MINIMAX = CallForm(
-    "<minimax:tool_call>\n",
+
+
+def _section(tag: str, call: str, notation: Notation) -> CallForm:
+    """Return the form of calls one after the other within a tag and its counterpart."""
+    return CallForm(f"{tag}\n", call, "</".join(tag.rsplit("<", 1)), "", tag=tag, notation=notation)
+
+
+_MINIMAX = _section(
+    "<minimax:tool_call>",
     '<invoke name="NAME">~ARGUMENTS~</invoke>\n',
-    "</minimax:tool_call>",
-    "",
-    tag="<minimax:tool_call>",
-    notation=Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
+    Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
 )
 # Every tag begins with the same control token.
 _SPACE = "]<]minimax[>["
-_MINIMAX_3 = CallForm(
-    f"{_SPACE}<tool_call>\n",
+_MINIMAX_3 = _section(
+    f"{_SPACE}<tool_call>",
     f'{_SPACE}<invoke name="NAME">~ARGUMENTS~{_SPACE}</invoke>\n',
-    f"{_SPACE}</tool_call>",
-    "",
-    tag=f"{_SPACE}<tool_call>",
-    notation=Notation(f"{_SPACE}<KEY>VALUE{_SPACE}</KEY>", "~", "nested"),
+    Notation(f"{_SPACE}<KEY>VALUE{_SPACE}</KEY>", "~", "nested"),
 )
 _DSML, _DSML_4 = (
-    CallForm(
-        f"<\uff5cDSML\uff5c{name}>\n",
+    _section(
+        f"<\uff5cDSML\uff5c{name}>",
         '<\uff5cDSML\uff5cinvoke name="NAME">~ARGUMENTS~</\uff5cDSML\uff5cinvoke>\n',
-        f"</\uff5cDSML\uff5c{name}>",
-        "",
-        tag=f"<\uff5cDSML\uff5c{name}>",
-        notation=Notation(
+        Notation(
             '<\uff5cDSML\uff5cparameter name="KEY" string="TYPE">VALUE</\uff5cDSML\uff5cparameter>',
             "\n",
             type_name=lambda name: json.dumps(name == "string"),
@@ -93,15 +91,10 @@ _DSML, _DSML_4 = (
     )
     for name in ("function_calls", "tool_calls")
 )
-_HY3 = CallForm(
-    "<tool_calls:opensource>\n",
+_HY3 = _section(
+    "<tool_calls:opensource>",
     "<tool_call:opensource>NAME<tool_sep:opensource>~ARGUMENTS~</tool_call:opensource>\n",
-    "</tool_calls:opensource>",
-    "",
-    tag="<tool_calls:opensource>",
-    notation=Notation(
-        "<arg_key:opensource>KEY</arg_key:opensource>~<arg_value:opensource>VALUE</arg_value:opensource>", "~"
-    ),
+    Notation("<arg_key:opensource>KEY</arg_key:opensource>~<arg_value:opensource>VALUE</arg_value:opensource>", "~"),
 )
 # With full-width bars, and blocks for spaces.
 _CALLS, _CALLS_END, _ONE, _ONE_END, _SEPARATOR = (

@@ -96,8 +96,8 @@ class ChatTemplate:
         marked = source + (history or "")
         self.thinking = thinking_tags(marked)
         self._choose_format(formats_of(marked), history)
-        # Some templates iterate over tools in any case.
-        for self._no_tools in (None, []):
+        # Some templates iterate over tools in any case; where an empty list does not help, either, there is none.
+        for self._no_tools in (None, [], None):
             self.problem = self._trial_problem()
             if self.problem is None:
                 break

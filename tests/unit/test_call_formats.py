@@ -98,8 +98,7 @@ KIMI_TYPE = (
 KIMI_3 = '<|open|>argument key="{{ k }}" type="' + KIMI_TYPE + '"<|sep|>' + RAW + "<|close|>argument<|sep|>{% endfor %}"
 KIMI_3 = '<|open|>call tool="{{ c.name }}" index="{{ index }}"<|sep|>' + PARAMETERS + KIMI_3 + "<|close|>call<|sep|>"
 WRITTEN: dict[str, tuple[str, str, str]] = {
-    "Mistral": ("[TOOL_CALLS][", LISTED, "]"),
-    "Mistral, spaced": ("[TOOL_CALLS] [", JSON + ', "id": "{{ id }}"}{{ ", " if not last }}', "]"),
+    "Mistral": ("[TOOL_CALLS] [", JSON + ', "id": "{{ id }}"}{{ ", " if not last }}', "]"),
     "Mistral, named": ("", "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}", ""),
     "Mistral, call ids": ("", "[TOOL_CALLS]{{ c.name }}[CALL_ID]{{ id }}[ARGS]{{ c.arguments | tojson }}", ""),
     "Granite": ("<|tool_call|>[", LISTED, "]"),

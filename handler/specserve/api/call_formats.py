@@ -18,12 +18,10 @@ _CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 _QWEN = CallForm("<tool_call>\n", _CALL, "\n</tool_call>", tag="<tool_call>")
 _GRANITE = CallForm("<|tool_call|>[", _CALL, "]", ", ", tag="<|tool_call|>")
 _GRANITE_2 = CallForm("<tool_call>[", _CALL, "]", ", ", tag="<tool_call>")
-_MISTRAL = CallForm("[TOOL_CALLS][", _CALL, "]", ", ", tag="[TOOL_CALLS]")
-_MISTRAL_SPACED = CallForm("[TOOL_CALLS] [", _CALL, "]", ", ", tag="[TOOL_CALLS]")
-# Mistral Nemo adds ids, as in the history of its template.
+# Mistral Nemo and Apriel add ids, as in the history of their templates.
 _CALL_ID = '{"name": "NAME", "arguments": ARGUMENTS, "id": "#"}'
-_MISTRAL_ID = CallForm("[TOOL_CALLS][", _CALL_ID, "]", ", ", tag="[TOOL_CALLS]")
-_MISTRAL_SPACED_ID = CallForm("[TOOL_CALLS] [", _CALL_ID, "]", ", ", tag="[TOOL_CALLS]")
+# Of Mistral's templates some have a space.
+_MISTRAL, _MISTRAL_ID = (CallForm("[TOOL_CALLS]~[", call, "]", ", ", tag="[TOOL_CALLS]") for call in (_CALL, _CALL_ID))
 _MISTRAL_CALL_ID = CallForm("[TOOL_CALLS]", "NAME[CALL_ID]#[ARGS]ARGUMENTS", tag="[TOOL_CALLS]")
 _MISTRAL_NAMED = CallForm("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", tag="[TOOL_CALLS]")
 _LLAMA = CallForm("", '{"name": "NAME", "parameters": ARGUMENTS}', only_first=True)
@@ -163,7 +161,6 @@ _FUNCTION_GEMMA = CallForm(
 # template's own history is its format, or else the one with the longest marks.
 FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Mistral": (("[TOOL_CALLS]",), CallSyntax((_MISTRAL, _MISTRAL_ID))),
-    "Mistral, spaced": (("[TOOL_CALLS] [",), CallSyntax((_MISTRAL_SPACED, _MISTRAL_SPACED_ID))),
     "Mistral, named": (("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
     "Mistral, call ids": (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), CallSyntax((_MISTRAL_CALL_ID,))),
     "Granite": (("<|tool_call|>",), CallSyntax((_GRANITE,))),

@@ -78,12 +78,12 @@ class Notation:
         quote = re.escape(self.quote)
         return re.compile(rf"{quote}.*?{quote}|[][{{}},]|(?:(?!{quote})[^][{{}},])+", re.DOTALL)
 
-    def take(self, text: str, schema: Schema, root: Schema | None = None) -> tuple[int, str, str] | None:
+    def take(self, text: str, schema: Any, root: Schema | None = None) -> tuple[int, str, str] | None:
         """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete.
 
         `schema` is that of all arguments, `root` the one in which its references lead, if that is another.
         """
-        root = schema if root is None else root
+        root = root or schema
         head = self._head.match(text)
         end = head and self._end(text, head.end())
         if not head or not end:
@@ -93,13 +93,10 @@ class Notation:
         types = _types(schema, root)
         if TYPE in self.item:
             types = frozenset({"string"}) if head["type"] == self.type_name("string") else types - {"string"}
-        if self.kind != "nested" or types == {"string"}:
-            value = self._value(value, types)
-        elif value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"}):
-            value = self._entries(value, schema, root, types)
-        else:
-            value = self._value(value, types)
-        return end[1], _quoted(key), value
+        holds = value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"})
+        is_nested = self.kind == "nested" and holds
+        read = self._entries(value, schema, root, types) if is_nested else self._value(value, types)
+        return end[1], _quoted(key), read
 
     def _end(self, text: str, begin: int) -> tuple[int, int] | None:
         """Return the end of the value that begins there, and that of its argument."""
@@ -119,11 +116,10 @@ class Notation:
 
     def _entries(self, text: str, schema: Any, root: Schema, types: frozenset[str]) -> str:
         """Return a nested list or object in JSON."""
-        found, values = self.take(text, schema or {}, root), list[tuple[str, str]]()
-        while found:
+        values: list[tuple[str, str]] = []
+        while found := self.take(text, schema, root):
             text = text[found[0] :]
             values.append(found[1:])
-            found = self.take(text, schema or {}, root)
         is_list = "object" not in types or ("array" in types and {key for key, _ in values} == {'"item"'})
         entries = ", ".join(value if is_list else f"{key}: {value}" for key, value in values)
         return f"[{entries}]" if is_list else f"{{{entries}}}"

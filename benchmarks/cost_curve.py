@@ -5,13 +5,14 @@ at least bytes / bandwidth and products / (0.7 x peak). Both are measured in bet
 guests of the host take their share of its memory. Each engine is a process that works only in its turns, so that
 changes in the machine's speed affect all alike.
 
-    .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE.gguf ...] [--variant NAME] [--turns N]
+    .venv/bin/python benchmarks/cost_curve.py [--quick] [--models FILE ...] [--formats] [--variant NAME] [--turns N]
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 from typing import NamedTuple
 
@@ -32,12 +34,18 @@ from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.engine import base, kernels
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
+from specserve.engine.llama_model import LlamaModel, write_pure
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 from specserve.weights.models import fetch, requantise
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# For the comparison of formats, and file types of these, K quants by their S kinds, which are pure.
+ROWS_OF_FORMATS = (1, 4, 8)
+FILE_TYPES = (
+    *("Q4_0", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K_S", "Q4_1", "Q5_1"),
+    *("IQ4_XS", "Q2_K", "F16", "BF16"),
+)
 # Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.
 CONTEXT, PREFILL, PREFILL_TURNS = 64, 512, 3
 # Passes of a turn; the first one, with cold caches and sleeping threads, does not count.
@@ -201,7 +209,7 @@ class Measurement:
         return result
 
 
-def measure_file(path: Path, turns: int, chosen: str | None, variant: str) -> Measurement:
+def measure_file(path: Path, turns: int, chosen: str | None, variant: str, counts: Sequence[int] = ROWS) -> Measurement:
     """Let all engines take turns on one file; the roof is that of `variant`, which `chosen` or the processor gives."""
     tokenizer = LlamaModel(path)
     tokens = tokenizer.encode(read_text("code"))[:PREFILL]
@@ -216,8 +224,8 @@ def measure_file(path: Path, turns: int, chosen: str | None, variant: str) -> Me
                 measurement.failures[name] = str(reason)
         for turn in range(turns):
             measurement.roof = Roof(*map(max, measurement.roof, measure_roof(usable_cores().threads, variant)))
-            passes = [Pass(CONTEXT, rows, rows) for rows in ROWS]
-            if turn < PREFILL_TURNS:
+            passes = [Pass(CONTEXT, rows, rows) for rows in counts]
+            if turn < PREFILL_TURNS and counts == ROWS:
                 passes.insert(0, Pass(0, PREFILL, 1))
             for asked in passes:
                 for name, worker in workers.items():
@@ -244,9 +252,21 @@ def default_files() -> list[Path]:
     return [*forms_of_the_target(), *draft]
 
 
+def in_all_formats(directory: Path) -> Iterator[Path]:
+    """The default configuration's target in one format after the other, each removed when the next is asked for."""
+    published, _ = forms_of_the_target()
+    for file_type in FILE_TYPES:
+        file = directory / f"{file_type}.gguf"
+        if not write_pure(published, file, file_type):
+            raise EnvironmentFailure(f"{published}: cannot be requantised as {file_type}.")
+        yield file
+        file.unlink()
+
+
 def main() -> None:
     parser = argument_parser(__doc__, quick="one file, two turns", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the default target, its pure Q4_0, the draft")
+    parser.add_argument("--formats", action="store_true", help="the default target in all formats; 1, 4 and 8 rows")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
     parser.add_argument("--turns", type=int, help=f"of {PASSES_PER_TURN} passes of each number of rows (default: 5)")
     options = parser.parse_args()
@@ -256,21 +276,26 @@ def main() -> None:
         f"passes of a few rows come after {CONTEXT} tokens, all rows with logits; prefill is {PREFILL} rows after none",
     ]
     turns = options.turns or (2 if options.quick else 5)
-    rows = []
-    for path in options.models or default_files()[: 1 if options.quick else None]:
-        found, others = with_interference(partial(measure_file, path, turns, options.variant, str(ours.variant)))
-        measured = found.rows(path)
-        show(path, measured)
-        rows += measured
-        bandwidth, peak = found.roof.bytes_per_second / 1e9, found.roof.products_per_second / 1e9
-        notes += [
-            f"{path.name}: roof of {bandwidth:.1f} GB/s and {REACHABLE} x {peak:.0f} billion products a second",
-            *(f"{path.name}: {name}: {reason}" for name, reason in found.failures.items()),
-        ]
-        if others > MAX_INTERFERENCE:
-            notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
+    rows, counts = [], ROWS_OF_FORMATS if options.formats else ROWS
+    with TemporaryDirectory() as directory:
+        files: Iterable[Path] = options.models or default_files()[: 1 if options.quick else None]
+        if options.formats:
+            files = in_all_formats(Path(directory))
+        for path in files:
+            measure = partial(measure_file, path, turns, options.variant, str(ours.variant), counts)
+            found, others = with_interference(measure)
+            measured = found.rows(path)
+            show(path, measured)
+            rows += measured
+            bandwidth, peak = found.roof.bytes_per_second / 1e9, found.roof.products_per_second / 1e9
+            notes += [
+                f"{path.name}: roof of {bandwidth:.1f} GB/s and {REACHABLE} x {peak:.0f} billion products a second",
+                *(f"{path.name}: {name}: {reason}" for name, reason in found.failures.items()),
+            ]
+            if others > MAX_INTERFERENCE:
+                notes.append(f"{path.name}: other processes used {others:.0%} of a core meanwhile")
     print(*notes, sep="\n")
-    print_result("cost_curve", {}, rows, notes)
+    print_result("formats" if options.formats else "cost_curve", {}, rows, notes)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class ReplayEngine:
     max_alternatives = 8
     slot_length = CONTEXT
     token_bytes: int | None = None
-    truncates = True
+    rollback: int | None = None
 
     def __init__(
         self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool

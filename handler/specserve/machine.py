@@ -116,12 +116,12 @@ def _cgroup_files(controller: str, *names: str) -> Iterator[str]:
                 yield " ".join(file.read_text(encoding="ascii") for file in files)
 
 
-def read_times() -> tuple[int, int]:
-    """Return the nanoseconds that this process's threads have run, and that they have waited to run."""
-    ran = waited = 0
+def thread_times() -> dict[int, tuple[int, int]]:
+    """Return the nanoseconds that each of this process's threads has run, and that it has waited to run."""
+    times = {}
     for task in Path("/proc/self/task").iterdir():
         # A thread may end meanwhile, and some kernels keep no such statistics.
         with suppress(OSError, ValueError):
-            times = (task / "schedstat").read_text(encoding="ascii").split()
-            ran, waited = ran + int(times[0]), waited + int(times[1])
-    return ran, waited
+            ran, waited, _ = map(int, (task / "schedstat").read_text(encoding="ascii").split())
+            times[int(task.name)] = ran, waited
+    return times

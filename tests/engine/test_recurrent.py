@@ -1,10 +1,11 @@
-"""A model with a recurrent layer is served without drafts: the same texts alone, side by side and after others."""
+"""A model with a recurrent layer: the same texts with drafts and without, alone, side by side and after others."""
 
 import json
 import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pairs import KERNELS, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
@@ -18,20 +19,57 @@ PROMPT = "The quick brown fox"
 
 @pytest.fixture(scope="module")
 def pair(files: TinyFiles) -> Pair:
-    return Pair(files.config(HYBRID))
+    return Pair(files.config(HYBRID, "qwen2"))
 
 
-def test_each_token_has_the_largest_logit_and_none_is_drafted(pair: Pair) -> None:
-    assert pair.models.draft is None
-    assert pair.models.drafters.model is None
-    answer = pair.complete(PROMPT * 3, max_tokens=60, temperature=0, speculation=fixed_gamma(3)).sequence
-    assert answer.stats.drafted == 0
+@pytest.mark.parametrize("gamma", [1, 3, 7, 15])
+def test_each_token_has_the_largest_logit_however_many_are_drafted(pair: Pair, gamma: int) -> None:
+    answer = pair.complete(PROMPT * 3, max_tokens=90, temperature=0, speculation=fixed_gamma(gamma)).sequence
+    assert 0 < answer.stats.accepted < answer.stats.drafted
+    assert max(answer.stats.gammas) == min(gamma, 7)
     engine = pair.models.target.engine
     engine.truncate(0, 0)
     for position, token in enumerate(answer.tokens[:-1]):
         [logits] = engine.forward([Row(token, 0, position, wants_logits=True)])
         following = answer.tokens[position + 1]
         assert position + 1 < answer.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
+
+
+def test_a_slot_goes_back_within_its_last_pass_once_and_else_is_empty(pair: Pair) -> None:
+    """And goes on as one that never was ahead, also if other slots were fed between."""
+    pair.scheduler()
+    engine = pair.models.target.engine
+    assert engine.rollback == 7
+
+    def forward(slot: int, tokens: list[int]) -> NDArray[np.float32]:
+        rows = [
+            Row(token, slot, position, wants_logits=True)
+            for position, token in enumerate(tokens, engine.cached_len(slot))
+        ]
+        return engine.forward(rows).copy()
+
+    for passed, kept in ((9, 1), (9, 2), (9, 8), (8, 1), (8, 0), (2, 1), (2, 0), (1, 0)):
+        for slot in range(3):
+            engine.truncate(slot, 0)
+        forward(0, [*range(20, 30)])
+        forward(0, [*range(30, 30 + passed)])
+        forward(2, [*range(40, 50)])
+        engine.truncate(0, 10 + kept)
+        held = 10 + kept if kept and passed - kept <= 7 else 0
+        assert engine.cached_len(0) == held, (passed, kept)
+        forward(1, [*range(20, 20 + held)] if held else [20])
+        engine.truncate(2, 9)
+        assert held == 0 or np.array_equal(forward(0, [60, 61, 62]), forward(1, [60, 61, 62])), (passed, kept)
+    engine.truncate(0, 0)
+    forward(0, [1, 2, 3, 4])
+    engine.truncate(0, 3)
+    engine.copy(0, 2, 3)
+    engine.truncate(0, 2)
+    assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 0]
+    forward(0, [1, 2, 3, 4])
+    engine.copy(0, 2, 4)
+    engine.truncate(0, 3)
+    assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 4]
 
 
 @pytest.mark.skipif(
@@ -41,7 +79,7 @@ def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_pree
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "_ANSWER", 8)
-    config = files.config(HYBRID, context_length=100)
+    config = files.config(HYBRID, "qwen2", context_length=100)
     for cache_tokens in (300, 100):
         pair, rng = Pair(config.model_copy(update={"cache_tokens": cache_tokens})), random.Random(0)
         requests = [{**fields, "ignore_eos": cache_tokens == 100} for fields in random_requests(rng)]
@@ -88,4 +126,7 @@ def test_one_that_should_draft_is_left_out_with_a_sentence(files: TinyFiles, cap
     draft = ModelConfig(path=files.path(HYBRID, "draft"))
     models = Pair(files.config("qwen2").model_copy(update={"draft": draft})).models
     assert models.draft is None
-    assert "has recurrent layers, which cannot go back after a rejected draft. Serving goes on without" in caplog.text
+    assert (
+        "has recurrent layers, which cannot go back over the passes of its drafts. Serving goes on without"
+        in caplog.text
+    )

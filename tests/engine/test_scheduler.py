@@ -280,6 +280,8 @@ def test_a_token_is_drafted_only_if_its_mask_is_known_and_needs_no_bonus_token(d
     for length in (5, 9, 13, 17, 21):
         pair.step()
         assert sequence.answer == truth[:length]
+    # The draft model reads each token once, and none whose successor could not be drafted.
+    assert len(pair.draft.decoded) == (len(sequence.tokens) - 1 if drafter == "model" else 0)
 
 
 def test_an_offered_token_that_the_grammar_forbids_is_not_drafted() -> None:

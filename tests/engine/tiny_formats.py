@@ -1,12 +1,11 @@
 """Tiny models in the weight formats of published files."""
 
-import os
 from pathlib import Path
 
-import llama_cpp
 import pytest
 
 import tiny_models
+from specserve.engine.llama_model import write_pure
 
 FORMATS = ("q4_0", "q8_0")
 _KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M"}  # others have their own names
@@ -14,10 +13,7 @@ _KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M"}  # others have t
 
 def quantise_as(source: Path, target: Path, name: str) -> Path:
     """Write every tensor of a file in one format; returns the target."""
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{_KINDS.get(name, name.upper())}")
-    params.pure = True
-    assert llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0
+    assert write_pure(source, target, _KINDS.get(name, name.upper()))
     return target
 
 

@@ -42,7 +42,7 @@ class FakeEngine:
         self.poison_after: int | None = None
         self.width = vocabulary
         self.token_bytes: int | None = 24
-        self.truncates = True
+        self.rollback: int | None = None
         self._blend = blend
         self._returned = np.empty((0, vocabulary), np.float32)
 

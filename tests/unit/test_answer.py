@@ -33,7 +33,7 @@ ANSWERS: list[tuple[str, str, str, list[str]]] = [
     ("Llama", LLAMA, "", ["get", DEEP]),
     ("Llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ["get", DEEP] * 2),
     ("Mistral", f'[TOOL_CALLS][{{"name": "get", "arguments": {DEEP}}}, {TIME}]', "", BOTH),
-    ("Mistral, spaced", f'[TOOL_CALLS] [{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
+    ("Mistral", f'[TOOL_CALLS] [{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Mistral, named", f"a[TOOL_CALLS]get[ARGS]{DEEP}[TOOL_CALLS]get_time[ARGS]{{}}", "a", BOTH),
     ("Granite", f'<|tool_call|>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),
     ("Granite, plain tag", f'<tool_call>[{{"name": "get", "arguments": {DEEP}}}]', "", ["get", DEEP]),

@@ -37,7 +37,7 @@ PURE = (
 )
 # The modules that may import a library.
 OWNERS = {
-    "llama_cpp": {"engine/llama.py", "engine/llama_model.py", "engine/thread_pool.py"},
+    "llama_cpp": {"engine/llama.py", "engine/llama_model.py", "engine/recurrent.py", "engine/thread_pool.py"},
     "llguidance": {"grammar/compiler.py", "grammar/constraint.py"},
     "ts": {"torchserve/types.py"},
 }

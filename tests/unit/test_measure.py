@@ -75,7 +75,7 @@ def test_lengths_are_those_that_a_slot_has_room_for() -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSERVE_CACHE", str(tmp_path / "cache"))
     # Whatever else this machine does.
-    monkeypatch.setattr(module, "read_times", lambda: (0, 0))
+    monkeypatch.setattr(module, "thread_times", dict)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(3_000_000))
     return file
@@ -121,7 +121,7 @@ def test_a_table_that_was_measured_while_others_took_the_cores_is_not_kept(
 ) -> None:
     for waited, kept in ((300, 0), (20, 1)):
         times = iter([(1000, 50), (1700, 50 + waited)])
-        monkeypatch.setattr(module, "read_times", lambda times=times: next(times))
+        monkeypatch.setattr(module, "thread_times", lambda times=times: {1: next(times)})
         assert start(model)[0] > 10
         assert len(cached_files(model)) == kept
         assert ("others took the cores for 30 % of the time" in caplog.text) == (not kept)

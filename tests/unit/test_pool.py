@@ -17,7 +17,7 @@ from specserve.errors import ModelLoadError
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
 # Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision, and 1/32 of that for scales.
-CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
+CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256, recurrent=False)
 CELL = 28672 + 28672 // 32
 SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
 
@@ -64,7 +64,7 @@ def test_with_less_memory_the_cache_holds_less_and_the_start_says_so(caplog: pyt
     assert served(GIB, context_length=4096) == (4096, cache_tokens)
     with caplog.at_level(logging.INFO):
         served(draft={"path": "d.gguf"})
-    assert "the KV cache of 32768 tokens takes 924 MiB, the draft model's 198 MiB; 8,192 MiB were free" in caplog.text
+    assert "the KV cache of 32768 tokens takes 924 MiB, other caches 198 MiB; 8,192 MiB were free" in caplog.text
 
 
 def test_without_memory_for_one_useful_sequence_nothing_is_served() -> None:
@@ -98,7 +98,7 @@ def test_models_that_do_not_fit_into_memory_are_refused_before_they_are_loaded(t
 def test_a_worker_takes_weights_kv_caches_and_a_rest(tmp_path: Path) -> None:
     file = tmp_path / "target.gguf"
     file.write_bytes(bytes(2**20))
-    model: Any = SimpleNamespace(path=file, cell_values=2**13)
+    model: Any = SimpleNamespace(path=file, cell_values=2**13, recurrent=False)
     cell = 2**13 * 33 // 16
     taken = loaded_bytes(config(context_length=64, cache_tokens=256, sequences=2), model, model)
     assert taken == (2 + 400) * 2**20 + (256 + 2 * 64) * cell

@@ -1,5 +1,7 @@
 """The table of formats: how models write tool calls and mark their reasoning, by their chat template."""
 
+import json
+
 from specserve.grammar.arguments import Notation
 from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.tool_calls import CallSyntax
@@ -16,12 +18,10 @@ _CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
 _QWEN = CallForm("<tool_call>\n", _CALL, "\n</tool_call>", tag="<tool_call>")
 _GRANITE = CallForm("<|tool_call|>[", _CALL, "]", ", ", tag="<|tool_call|>")
 _GRANITE_2 = CallForm("<tool_call>[", _CALL, "]", ", ", tag="<tool_call>")
-_MISTRAL = CallForm("[TOOL_CALLS][", _CALL, "]", ", ", tag="[TOOL_CALLS]")
-_MISTRAL_SPACED = CallForm("[TOOL_CALLS] [", _CALL, "]", ", ", tag="[TOOL_CALLS]")
-# Mistral Nemo adds ids, as in the history of its template.
+# Mistral Nemo and Apriel add ids, as in the history of their templates.
 _CALL_ID = '{"name": "NAME", "arguments": ARGUMENTS, "id": "#"}'
-_MISTRAL_ID = CallForm("[TOOL_CALLS][", _CALL_ID, "]", ", ", tag="[TOOL_CALLS]")
-_MISTRAL_SPACED_ID = CallForm("[TOOL_CALLS] [", _CALL_ID, "]", ", ", tag="[TOOL_CALLS]")
+# Of Mistral's templates some have a space.
+_MISTRAL, _MISTRAL_ID = (CallForm("[TOOL_CALLS]~[", call, "]", ", ", tag="[TOOL_CALLS]") for call in (_CALL, _CALL_ID))
 _MISTRAL_CALL_ID = CallForm("[TOOL_CALLS]", "NAME[CALL_ID]#[ARGS]ARGUMENTS", tag="[TOOL_CALLS]")
 _MISTRAL_NAMED = CallForm("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", tag="[TOOL_CALLS]")
 _LLAMA = CallForm("", '{"name": "NAME", "parameters": ARGUMENTS}', only_first=True)
@@ -37,6 +37,9 @@ _GPT_OSS_HEADED, _GPT_OSS_HEADED_CONSTRAIN = (
     for kind in ("json", "<|constrain|>json")
 )
 _GPT_OSS_FORMS = (_GPT_OSS, _GPT_OSS_HEADED, _GPT_OSS_PLAIN, _GPT_OSS_BARE, _GPT_OSS_HEADED_CONSTRAIN)
+_APRIEL, _APRIEL_ID = (
+    CallForm("<tool_calls>[", call, "]</tool_calls>", ", ", tag="<tool_calls>") for call in (_CALL, _CALL_ID)
+)
 _QWEN_ITEM = Notation("<parameter=KEY>\nVALUE\n</parameter>", "\n")
 _QWEN_XML = "<function=NAME>\nARGUMENTS~</function>"
 _QWEN_CODER = CallForm("<tool_call>\n", _QWEN_XML, "\n</tool_call>", tag="<tool_call>", notation=_QWEN_ITEM)
@@ -55,13 +58,41 @@ _GLM = CallForm(
     tag="<tool_call>",
     notation=Notation("<arg_key>KEY</arg_key>~<arg_value>VALUE</arg_value>", "~"),
 )
-_MINIMAX = CallForm(
-    "<minimax:tool_call>\n",
+
+
+def _section(tag: str, call: str, notation: Notation) -> CallForm:
+    """Return the form of calls one after the other within a tag and its counterpart."""
+    return CallForm(f"{tag}\n", call, "</".join(tag.rsplit("<", 1)), "", tag=tag, notation=notation)
+
+
+_MINIMAX = _section(
+    "<minimax:tool_call>",
     '<invoke name="NAME">~ARGUMENTS~</invoke>\n',
-    "</minimax:tool_call>",
-    "",
-    tag="<minimax:tool_call>",
-    notation=Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
+    Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
+)
+# Every tag begins with the same control token.
+_SPACE = "]<]minimax[>["
+_MINIMAX_3 = _section(
+    f"{_SPACE}<tool_call>",
+    f'{_SPACE}<invoke name="NAME">~ARGUMENTS~{_SPACE}</invoke>\n',
+    Notation(f"{_SPACE}<KEY>VALUE{_SPACE}</KEY>", "~", "nested"),
+)
+_DSML, _DSML_4 = (
+    _section(
+        f"<\uff5cDSML\uff5c{name}>",
+        '<\uff5cDSML\uff5cinvoke name="NAME">~ARGUMENTS~</\uff5cDSML\uff5cinvoke>\n',
+        Notation(
+            '<\uff5cDSML\uff5cparameter name="KEY" string="TYPE">VALUE</\uff5cDSML\uff5cparameter>',
+            "\n",
+            type_name=lambda name: json.dumps(name == "string"),
+        ),
+    )
+    for name in ("function_calls", "tool_calls")
+)
+_HY3 = _section(
+    "<tool_calls:opensource>",
+    "<tool_call:opensource>NAME<tool_sep:opensource>~ARGUMENTS~</tool_call:opensource>\n",
+    Notation("<arg_key:opensource>KEY</arg_key:opensource>~<arg_value:opensource>VALUE</arg_value:opensource>", "~"),
 )
 # With full-width bars, and blocks for spaces.
 _CALLS, _CALLS_END, _ONE, _ONE_END, _SEPARATOR = (
@@ -71,6 +102,7 @@ _CALLS, _CALLS_END, _ONE, _ONE_END, _SEPARATOR = (
 _DEEPSEEK = CallForm(_CALLS, f"{_ONE}NAME{_SEPARATOR}ARGUMENTS{_ONE_END}", _CALLS_END, "", tag=_CALLS)
 _DEEPSEEK_FENCED = f"{_ONE}function{_SEPARATOR}NAME\n```json\nARGUMENTS\n```{_ONE_END}"
 _DEEPSEEK_R1 = CallForm(_CALLS, _DEEPSEEK_FENCED, _CALLS_END, "\n", tag=_CALLS)
+_PHI_4 = CallForm("functools[", _CALL, "]", ", ", tag="functools[")
 _NEMOTRON_2 = CallForm("<TOOLCALL>[", _CALL, "]</TOOLCALL>", ", ", tag="<TOOLCALL>")
 _KIMI = CallForm(
     "<|tool_calls_section_begin|>",
@@ -78,6 +110,22 @@ _KIMI = CallForm(
     "<|tool_calls_section_end|>",
     "",
     tag="<|tool_calls_section_begin|>",
+)
+# Calls follow the response, whose beginning the prompt may hold; the reader leaves out its end as a header.
+_KIMI_3, _KIMI_3_BARE = (
+    CallForm(
+        f"{response}<|open|>tools<|sep|>",
+        '<|open|>call tool="NAME" index="#"<|sep|>ARGUMENTS<|close|>call<|sep|>',
+        "<|close|>tools<|sep|>",
+        "",
+        tag=f"{response}<|open|>tools<|sep|>",
+        notation=Notation(
+            '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>',
+            "",
+            type_name=lambda name: "number" if name == "integer" else name,
+        ),
+    )
+    for response in ("<|close|>response<|sep|>", "")
 )
 _COMMAND_R = CallForm(
     "<|START_ACTION|>[~",
@@ -113,7 +161,6 @@ _FUNCTION_GEMMA = CallForm(
 # template's own history is its format, or else the one with the longest marks.
 FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Mistral": (("[TOOL_CALLS]",), CallSyntax((_MISTRAL, _MISTRAL_ID))),
-    "Mistral, spaced": (("[TOOL_CALLS] [",), CallSyntax((_MISTRAL_SPACED, _MISTRAL_SPACED_ID))),
     "Mistral, named": (("[TOOL_CALLS]", "[ARGS]"), CallSyntax((_MISTRAL_NAMED,))),
     "Mistral, call ids": (("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), CallSyntax((_MISTRAL_CALL_ID,))),
     "Granite": (("<|tool_call|>",), CallSyntax((_GRANITE,))),
@@ -123,10 +170,17 @@ FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Seed-OSS": (("<seed:tool_call>", "<function="), CallSyntax((_SEED,), "\n")),
     "GLM": (("<tool_call>", "<arg_key>"), CallSyntax((_GLM,), "\n")),
     "MiniMax": (("<minimax:tool_call>", "<invoke name="), CallSyntax((_MINIMAX,))),
+    "MiniMax M3": ((_SPACE, "<invoke name="), CallSyntax((_MINIMAX_3,))),
     "DeepSeek V3.1": ((_CALLS, _SEPARATOR), CallSyntax((_DEEPSEEK,))),
     "DeepSeek R1": ((_CALLS, _SEPARATOR, "```json"), CallSyntax((_DEEPSEEK_R1,))),
+    "DeepSeek V3.2": (("\uff5cDSML\uff5c", "function_calls>"), CallSyntax((_DSML,))),
+    "DeepSeek V4": (("\uff5cDSML\uff5c", "tool_calls>"), CallSyntax((_DSML_4,))),
     "Nemotron Nano 2": (("<TOOLCALL>[",), CallSyntax((_NEMOTRON_2,))),
     "Kimi": (("<|tool_calls_section_begin|>",), CallSyntax((_KIMI,))),
+    "Kimi K3": (("<|open|>tools<|sep|>",), CallSyntax((_KIMI_3, _KIMI_3_BARE))),
+    "Hy3": (("<tool_sep:opensource>",), CallSyntax((_HY3,))),
+    "Apriel, Hunyuan": (("<tool_calls>[",), CallSyntax((_APRIEL, _APRIEL_ID))),
+    "Phi-4-mini": (("<|/tool|>",), CallSyntax((_PHI_4,))),
     "Command R": (("<|START_ACTION|>", '"tool_name"'), CallSyntax((_COMMAND_R,))),
     "LFM2": (("List of tools: ",), CallSyntax((_LFM2,))),
     "gpt-oss": (("<|channel|>commentary", "functions."), CallSyntax(_GPT_OSS_FORMS, None)),
@@ -143,17 +197,28 @@ def formats_of(template: str) -> list[str]:
     return sorted(matching, key=lambda name: -len("".join(FORMATS[name][0])))
 
 
-# Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A, Seed-OSS, Gemma 4 and gpt-oss.
+# Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A, Seed-OSS, Hy3, Gemma 4, gpt-oss, MiniMax M3, Kimi K3
+# and Apriel.
 _THINKING = (
     ThinkingTags("<think>", "</think>"),
     ThinkingTags("[THINK]", "[/THINK]"),
     ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>"),
     ThinkingTags("<seed:think>", "</seed:think>"),
+    ThinkingTags("<think:opensource>", "</think:opensource>"),
     ThinkingTags("<|channel>thought", "<channel|>"),
     ThinkingTags(
         "<|channel|>analysis<|message|>",
         "<|end|>",
         ("<|end|>", "<|start|>assistant", "<|channel|>commentary<|message|>", "<|channel|>final<|message|>"),
+    ),
+    ThinkingTags("<mm:think>", "</mm:think>", ("</mm:think>",)),
+    ThinkingTags(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        ("<|close|>message<|sep|>", "<|close|>response<|sep|>", "<|open|>response<|sep|>"),
+    ),
+    ThinkingTags(
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("[END FINAL RESPONSE]", "[BEGIN FINAL RESPONSE]")
     ),
 )
 
@@ -162,6 +227,6 @@ def thinking_tags(template: str) -> ThinkingTags | None:
     """Return the tags around reasoning that a chat template knows, if it knows any."""
     for tags in _THINKING:
         # `<|end|>` alone ends the messages of other models, too.
-        if tags.end in template and (tags.begin in template or not tags.headers):
+        if tags.end in template and (tags.begin in template or tags.end != "<|end|>"):
             return tags
     return None

@@ -50,7 +50,10 @@ _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 # Tools and arguments of calls that a template is tried with; the ids are as Mistral's templates demand.
 _PROBES = {"probe_one": {"city": "Rome"}, "probe_two": {"city": "Oslo"}}
 # The template variables that switch reasoning, set by `reasoning_effort`.
-_THINKING_VARIABLES = ("enable_thinking", "thinking")
+_THINKING: dict[bool, dict[str, Any]] = {
+    thinks: {"enable_thinking": thinks, "thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
+    for thinks in (False, True)
+}
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -76,39 +79,36 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self.problem: str | None = None
         source = _GENERATION.sub(r"\1with", source.replace(_DOUBLED, _SINGLE))
-        self.thinking = thinking_tags(source)
         self._wants_short_ids = f"length != {_SHORT}" in source
         self._no_tools: list[Any] | None = None
-        self._wants_thinking = "message.thinking" in source
         # The name of the format in which the model writes calls, and how many of two in a message the template shows.
-        formats = formats_of(source)
-        self.format, self._shown = formats[0], len(_PROBES)
+        self.format, self._shown = "", len(_PROBES)
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
-            # A template's own tool format is used only if the table of formats has it.
-            self._knows_tools = self.format != "any" and "tools" in meta.find_undeclared_variables(parsed)
+            self._knows_tools = "tools" in meta.find_undeclared_variables(parsed)
             self._template = environment.from_string(parsed)
-            if self.format != "any":
-                self._try_calls(formats)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
-        else:
+            self.thinking = thinking_tags(source)
+            return
+        history = self._history()
+        # Some templates put their tags together.
+        marked = source + (history or "")
+        self.thinking = thinking_tags(marked)
+        self._choose_format(formats_of(marked), history)
+        # Some templates iterate over tools in any case; where an empty list does not help, either, there is none.
+        for self._no_tools in (None, [], None):
             self.problem = self._trial_problem()
-            if self.problem:
-                # Some templates iterate over tools in any case.
-                self._no_tools = []
-                if self._trial_problem():
-                    self._no_tools = None
-                else:
-                    self.problem = None
+            if self.problem is None:
+                break
 
     @property
     def calls(self) -> CallSyntax:
         """How the model writes tool calls."""
         return FORMATS[self.format][1]
 
-    def _try_calls(self, formats: list[str]) -> None:
-        """Find the format in which the template writes calls of earlier turns, and how many of a message it shows."""
+    def _history(self) -> str | None:
+        """Return what the template makes of calls of earlier turns, None if it refuses them."""
         calls = [
             {"id": name.replace("_", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
             for name, arguments in _PROBES.items()
@@ -116,16 +116,22 @@ class ChatTemplate:
         messages: list[Message] = [{"role": "user", "content": _MARKER}]
         messages += [{"role": "assistant", "content": "", "tool_calls": calls}]
         messages += [{"role": "tool", "content": "", "tool_call_id": call["id"]} for call in calls]
-        tools = [Tool.model_validate({"type": "function", "function": {"name": name}}) for name in _PROBES]
-        try:
-            text = self.render(messages, [tool.for_template() for tool in tools]).rpartition(_MARKER)[2]
-        except RequestError:
-            return
-        self._shown = sum(name in text for name in _PROBES)
-        if all(_reads(name, text) is False for name in formats[:-1]):
+        tools = [{"type": "function", "function": {"name": name}} for name in _PROBES] if self._knows_tools else []
+        with suppress(RequestError):
+            shown = [Tool.model_validate(tool).for_template() for tool in tools]
+            return self.render(messages, shown).rpartition(_MARKER)[2]
+        return None
+
+    def _choose_format(self, formats: list[str], history: str | None) -> None:
+        """Choose the format in which the template writes calls of earlier turns, else the first one."""
+        reads = {name: _reads(name, history) for name in formats[:-1] if history is not None}
+        self.format = next((name for name, found in reads.items() if found), formats[0])
+        if reads and all(found is False for found in reads.values()):
             # The template shows calls in a form that the table does not have.
-            self.format, self._knows_tools = "any", False
-        self.format = next((name for name in formats[:-1] if _reads(name, text)), self.format)
+            self.format = "any"
+        self._shown = len(_PROBES) if history is None else sum(name in history for name in _PROBES)
+        # A template's own tool format is used only if the table of formats has it.
+        self._knows_tools &= self.format != "any"
 
     def prompt(self, request: ChatRequest, prepare: Prepare = lambda part: part) -> str:
         """Render the prompt for the assistant's next message; `prepare` is applied to all that comes from the request.
@@ -143,15 +149,16 @@ class ChatTemplate:
         continues = request.continue_final_message
         variables: dict[str, Any] = {"add_generation_prompt": request.add_generation_prompt and not continues}
         if (effort := request.reasoning_effort) is not None:
-            variables |= {"reasoning_effort": effort, **dict.fromkeys(_THINKING_VARIABLES, effort != "none")}
+            variables |= {"reasoning_effort": effort, **_THINKING[effort != "none"]}
         if request.structure or request.requires_call:
             # Its form holds from the first token on and would forbid the reasoning.
-            variables |= dict.fromkeys(_THINKING_VARIABLES, False)
+            variables |= _THINKING[False]
         variables |= prepare(request.chat_template_kwargs or {})
         if not continues:
             # A form that holds from the first token on leaves the model no room for a header.
             plain = request.structure and not request.callable_tools and self.thinking and self.thinking.headers
-            return self.render(messages, tools, variables) + (plain[-1] if plain else "")
+            text = self.render(messages, tools, variables)
+            return text + plain[-1] if plain and not text.endswith(plain[-1]) else text
         marked = self.render([*messages[:-1], {**messages[-1], "content": _MARKER}], tools, variables)
         before, found, _ = marked.rpartition(_MARKER)
         if not found:
@@ -177,10 +184,9 @@ class ChatTemplate:
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any], *, is_refused: bool = False
     ) -> str:
         """Render messages; after a refusal with one call a message, or without a system message."""
+        messages = [*map(_with_thinking, messages)]
         if self._wants_short_ids:
             messages = [*map(_with_short_ids, messages)]
-        if self._wants_thinking:
-            messages = [*map(_with_thinking, messages)]
         if self.format == "any" or (not self._shown and not self._knows_tools):
             messages = self._as_text(messages)
         elif not self._shown:
@@ -243,7 +249,7 @@ def _reads(name: str, text: str) -> bool | None:
         return None
     for form in (forms := FORMATS[name][1].forms[:2]):
         # Some forms only begin an answer.
-        answer = text[max(0, text.find(form.fixed_begin)) :]
+        answer = text[max(0, text.find(form.opening[0])) :]
         parts = AnswerReader(forms, {probe: {} for probe in _PROBES}).read(answer, done=True)
         read = "".join(part.text for part in parts if isinstance(part, Arguments) and part.index == 0)
         if isinstance(parts[0], Call) and parts[0].name == probe and read == json.dumps(arguments):
@@ -299,13 +305,7 @@ def _raise(message: str) -> NoReturn:
 def chat_template_of(model: LlamaModel) -> ChatTemplate | None:
     """Return a model's chat template, None if it has none; one that cannot be used is logged."""
     source = model.chat_template()
-    if not source:
-        return None
-    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text())
-    if template.problem is not None:
-        logger.error(
-            "specserve: v1/chat/completions is off, since the model's chat template cannot be used (%s); "
-            "v1/completions goes on.",
-            template.problem,
-        )
+    template = ChatTemplate(source, bos=model.bos_text(), eos=model.eos_text()) if source else None
+    if template and template.problem:
+        logger.error("specserve: chats are off, since the chat template cannot be used: %s", template.problem)
     return template

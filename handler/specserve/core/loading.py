@@ -17,7 +17,7 @@ from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
-from specserve.engine.recurrent import RecurrentEngine
+from specserve.engine.recurrent import RecurrentEngine, earlier_states
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
@@ -90,7 +90,7 @@ def load_models(config: HandlerConfig) -> Models:
         target_model = LlamaModel(target_file)
         if loading:
             with _or_no_draft():
-                draft_model = _able_to_draft(loading.result(), target_model)
+                draft_model = _able_to_draft(loading.result())
         config = fitted(config, target_model, draft_model, free_memory())
         grammars = GrammarCompiler(target_model)
 
@@ -110,9 +110,9 @@ def load_models(config: HandlerConfig) -> Models:
             before_draft=fits.result,
             before_timing=reading.result,
         )
-    if target_model.recurrent:
-        sentence = "specserve: %s: has recurrent layers: nothing is drafted, and sequences share no passes"
-        logger.warning(sentence, target_model.path)
+    if target.rollback is not None:
+        sentence = "specserve: %s: has recurrent layers: at most %d tokens are drafted, and sequences share no passes"
+        logger.warning(sentence, target_model.path, target.rollback)
     if draft_model and not drafters.model:
         draft_model.close()
         draft_model = None
@@ -132,12 +132,11 @@ def load_models(config: HandlerConfig) -> Models:
     )
 
 
-def _able_to_draft(draft: LlamaModel, target: LlamaModel) -> LlamaModel:
-    """Return the draft model; ModelLoadError, and it is closed, if either cannot go back after a rejected draft."""
-    for model in (target, draft):
-        if model.recurrent:
-            draft.close()
-            raise ModelLoadError(f"{model.path}: has recurrent layers, which cannot go back after a rejected draft.")
+def _able_to_draft(draft: LlamaModel) -> LlamaModel:
+    """Return the draft model; ModelLoadError, and it is closed, if it cannot go back after rejected drafts."""
+    if draft.recurrent:
+        draft.close()
+        raise ModelLoadError(f"{draft.path}: has recurrent layers, which cannot go back over the passes of its drafts.")
     return draft
 
 
@@ -200,7 +199,8 @@ def open_engines(
         context_length=config.context_length,
         n_cells=config.cache_tokens,
         max_logits=_MAX_LOGITS,
-        max_alternatives=_MAX_ALTERNATIVES if draft_model else 0,
+        max_alternatives=_MAX_ALTERNATIVES if draft_model and not target_model.recurrent else 0,
+        states=earlier_states(target_model, config.sequences),
         cache_type=config.cache_type,
     )
     draft = model = None
@@ -209,6 +209,8 @@ def open_engines(
         ends = [token for token in target_model.end_tokens() if token < draft_model.size]
         with _or_no_draft():
             before_draft()
+            if target.rollback == 0:
+                raise ModelLoadError(f"{target_model.path}: cannot go back after a rejected draft.")
             draft = _engine(
                 draft_model,
                 config,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specserve.config import CacheType, HandlerConfig
 from specserve.engine.llama_model import LlamaModel
+from specserve.engine.recurrent import all_states_bytes
 from specserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -41,19 +42,20 @@ def check_weights(files: Sequence[Path], free: int) -> None:
 
 
 def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:
-    """What a token of the target's KV cache takes, and the draft model's whole cache."""
+    """What a token of the target's KV cache takes; and its recurrent states with the draft model's whole cache."""
     per_token = math.ceil(target.cell_values * _VALUE[config.cache_type])
-    if draft is None:
-        return per_token, 0
-    draft_tokens = config.sequences * min(config.context_length, DRAFT_LENGTH)
-    return per_token, math.ceil(draft.cell_values * _VALUE["f16"] * draft_tokens)
+    others = all_states_bytes(target, config.sequences)
+    if draft:
+        draft_tokens = config.sequences * min(config.context_length, DRAFT_LENGTH)
+        others += math.ceil(draft.cell_values * _VALUE["f16"] * draft_tokens)
+    return per_token, others
 
 
 def loaded_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> int:
     """The bytes that a worker takes with a `fitted` configuration, beside prefixes in host memory."""
     weights = sum(model.path.stat().st_size for model in (target, draft) if model)
-    per_token, draft_bytes = cache_bytes(config, target, draft)
-    return weights + per_token * config.cache_tokens + draft_bytes + _REST
+    per_token, other_bytes = cache_bytes(config, target, draft)
+    return weights + per_token * config.cache_tokens + other_bytes + _REST
 
 
 def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
@@ -77,11 +79,11 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     # More than all sequences can hold would never be used.
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)
-    cell, draft_bytes = cache_bytes(config.model_copy(update={"context_length": context_length}), target, draft)
-    n_cells = min(wanted, int(max(0, free - draft_bytes - _REST) // cell))
+    cell, other_bytes = cache_bytes(config.model_copy(update={"context_length": context_length}), target, draft)
+    n_cells = min(wanted, int(max(0, free - other_bytes - _REST) // cell))
     if n_cells < least:
         raise ModelLoadError(
-            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + draft_bytes)} "
+            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + other_bytes)} "
             f"and the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or "
             "lower `context_length` or `sequences`."
         )
@@ -89,8 +91,8 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
         n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
         sentence = "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free"
         logger.warning(sentence, n_cells, wanted, _mib(free))
-    sizes = n_cells, _mib(n_cells * cell), _mib(draft_bytes), _mib(free)
-    logger.info("specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free", *sizes)
+    sizes = n_cells, _mib(n_cells * cell), _mib(other_bytes), _mib(free)
+    logger.info("specserve: the KV cache of %d tokens takes %s, other caches %s; %s were free", *sizes)
     return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})
 
 

@@ -104,7 +104,7 @@ class PrefixCache:
             self._target.copy(match.slot, slot, shared)
             self._touch(match.slot)
         if sequence.timestamps.start is None:
-            sequence.cached_tokens = shared
+            sequence.cached_tokens = self._target.num_computed_tokens(slot)
         if self._drafters.model:
             draft = self._drafters.model.cache
             draft.claim(slot, owner)

@@ -180,6 +180,10 @@ class Scheduler:
             kv_len=self._kv_len(),
             draft_kv_len=self.drafters.draft_kv_len(decoding),
         )
+        rollback = self.target.engine.rollback
+        if rollback is not None:
+            # More that were rejected would cost the whole sequence.
+            max_drafts = [min(gamma, rollback) for gamma in max_drafts]
         return [self._step(sequence, 1, gamma) for sequence, gamma in zip(decoding, max_drafts, strict=True)]
 
     def _prefill_steps(self, decode_steps: list[SequenceStep]) -> list[SequenceStep]:

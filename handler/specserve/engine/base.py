@@ -65,7 +65,7 @@ class Engine(Protocol):
     n_slots: int
     n_cells: int  # tokens that all slots hold at most, shared ones counted once, alternatives not
     slot_length: int  # tokens that a slot holds at most
-    truncates: bool  # False if `truncate` removes all tokens of a slot or none
+    rollback: int | None  # the most tokens, of the last pass, that `truncate` removes without the others; None: any
     width: int  # the length of a row of logits: the size of the vocabulary
     max_rows: int  # the most rows of a forward pass
     max_logits: int  # the most rows of a pass that may want logits
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove all but the first `length` tokens of a slot from the cache, and its alternatives."""
+        """Remove all but the first `length` tokens of a slot from the cache, or all of them, and its alternatives."""
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass, in place of what is cached from there on.
@@ -97,7 +97,10 @@ class Engine(Protocol):
         """
 
     def copy(self, source: int, destination: int, length: int) -> None:
-        """Replace a slot's cache by the first `length` tokens of another slot, whose cells both share."""
+        """Replace a slot's cache by the first `length` tokens of another slot, whose cells both share.
+
+        Where that is not possible, the slot is emptied (`rollback`).
+        """
 
     def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
         """Return a copy of the keys and values of a slot's tokens, shape (end - start, `token_bytes`).

@@ -109,7 +109,7 @@ class KVCache:
             return 0
         start, held = self._start[slot], self._tokens[slot]
         shared = common_prefix(held, tokens[start : start + len(held)] if start else tokens, max_length - start)
-        return start + shared if shared and (self.engine.truncates or shared == len(held)) else 0
+        return start + shared if shared and (self.engine.rollback is None or shared == len(held)) else 0
 
     def forward(self, rows: list[Row]) -> FloatArray:
         """Run a forward pass, whose rows the slots hold afterwards; see `Engine.forward`."""
@@ -134,7 +134,7 @@ class KVCache:
         """Remove a slot's tokens from position `end` on, or all if the engine cannot, and its alternatives."""
         kept = max(0, end - self._start[slot])
         self.engine.truncate(slot, kept)
-        self._drop(slot, kept if self.engine.truncates else min(kept, self.engine.cached_len(slot)))
+        self._drop(slot, min(kept, self.engine.cached_len(slot)))
         self._alternatives.pop(slot, None)
         if not self._tokens[slot]:
             self._start[slot] = 0
@@ -146,9 +146,9 @@ class KVCache:
 
     def copy(self, source: int, destination: int, end: int) -> None:
         """Replace what a slot holds by what another one holds before position `end`, without computing it."""
-        length = end - self._start[source]
-        self.engine.copy(source, destination, length)
+        self.engine.copy(source, destination, end - self._start[source])
         self._drop(destination, 0)
+        length = self.engine.cached_len(destination)
         self._start[destination] = self._start[source]
         self._hold(destination, self._tokens[source][:length], self._held[source][:length])
         self._alternatives.pop(destination, None)

@@ -32,7 +32,7 @@ class LlamaEngine:
         ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
     """
 
-    truncates = True
+    rollback: int | None = None
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class LlamaEngine:
         head: DraftHead | None = None,  # the logits that specserve's kernels compute; others are -inf
         max_alternatives: int = 0,
         pool: ThreadPool | None = None,
+        states: int = 0,  # of recurrent layers, that are kept beside the last one of each slot
         cache_type: CacheType = "f16",  # of keys and values; specserve's attention keeps 16-bit integers for `f16`
     ) -> None:
         self.n_slots = n_slots
@@ -68,6 +69,7 @@ class LlamaEngine:
         params.n_outputs_max = max(max_logits, self._n_sequences)  # llama.cpp aborts with fewer
         params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
+        params.n_rs_seq = states
         params.type_k = params.type_v = _TYPES[cache_type]
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
@@ -126,7 +128,7 @@ class LlamaEngine:
     def _check_first_pass(self, model: LlamaModel) -> None:
         """Refuse models whose cache cannot be truncated although it should be."""
         self.forward([Row(0, 0, position, wants_logits=position == 1) for position in range(2)])
-        if self.truncates and not self._remove_from(0, 1):
+        if self.rollback is None and not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
             )

@@ -237,10 +237,10 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
         )
 
 
-def write_pure_q4_0(source: Path, target: Path) -> bool:
-    """Requantise every tensor of a GGUF to Q4_0; returns False, with a reason on stderr, if llama.cpp refuses."""
+def write_pure(source: Path, target: Path, file_type: str = "Q4_0") -> bool:
+    """Requantise every matrix of a GGUF to one format; returns False, with a reason on stderr, if llama.cpp refuses."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{file_type}")
     params.pure = True
     params.allow_requantize = True
     return bool(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0)

@@ -24,7 +24,7 @@ from time import monotonic, time
 from typing import NamedTuple
 
 from specserve.engine.thread_pool import ThreadPool
-from specserve.machine import Usable
+from specserve.machine import Usable, thread_times
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,12 @@ class Usage(NamedTuple):
 def read_usage() -> Usage:
     """Read the counters of Linux; what it does not tell is left out."""
     threads: dict[int, tuple[int, int]] = {}
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            affinity = os.sched_getaffinity(int(task.name))
+    for thread, (ran, waited) in thread_times().items():
+        with suppress(OSError):  # it has ended
+            affinity = os.sched_getaffinity(thread)
             if len(affinity) == 1:
-                ran, waited, _ = map(int, (task / "schedstat").read_text(encoding="ascii").split())
                 before = threads.get(core := affinity.pop(), (0, 0))
                 threads[core] = before[0] + ran, before[1] + waited
-        except (OSError, ValueError):
-            # The thread has ended, or the kernel keeps no such statistics.
-            continue
     cores: dict[int, tuple[int, int]] = {}
     with suppress(OSError):
         for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():

@@ -10,45 +10,66 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import unquote
 
-# What stands in a form for an argument's key and value, and for optional whitespace.
-KEY, VALUE, SPACE = "KEY", "VALUE", "~"
+# What stands in a form for an argument's key, the JSON type of its value, the value, and optional whitespace.
+KEY, TYPE, VALUE, SPACE = "KEY", "TYPE", "VALUE", "~"
+_PLACES = re.compile(f"({KEY}|{TYPE}|{VALUE}|{SPACE})")
 # Deeper values are empty lists and objects; no more references are followed in a row.
 _MAX_DEPTH = 8
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-_ALL = frozenset({*_TYPES.values(), "null"})
+_TYPES[type(None)] = "null"
+_ALL = frozenset(_TYPES.values())
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _WORDS = {"True": True, "False": False, "None": None}
 _DEFINITIONS = {"$defs", "definitions", "x-guidance"}
+# Around the lists and objects that each kind of notation spells value by value; others are JSON.
+_BRACKETS = {
+    "raw": {},
+    "nested": {"array": ("", ""), "object": ("", "")},
+    "python": {"array": ("[", "]")},
+    "quoted": {"array": ("[", "]"), "object": ("{", "}")},
+}
 
 Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Notation:
-    """How an argument is written, by its KEY and VALUE, and what stands between two.
+    """How an argument is written, by its KEY, VALUE and maybe TYPE, and what stands between two.
 
-    Values are `raw` (strings as they are, others as JSON), `python` literals, or `quoted`
-    (JSON with bare keys in the order of their names, and with strings between two `quote`).
+    Values are `raw` (strings as they are, others as JSON), `nested` (raw, but the entries of objects are arguments, and
+    those of lists arguments with the key `item`), `python` literals, or `quoted` (JSON with bare keys in the order of
+    their names, and with strings between two `quote`).
     """
 
     item: str
     between: str
-    kind: Literal["raw", "python", "quoted"] = "raw"
+    kind: Literal["raw", "nested", "python", "quoted"] = "raw"
     quote: str = ""
+    type_name: Callable[[str], str] = str  # what stands for TYPE
+
+    @property
+    def is_raw(self) -> bool:
+        return self.kind in {"raw", "nested"}
 
     @cached_property
-    def parts(self) -> tuple[str, str, str]:
-        """What stands before the key, between key and value, and after the value."""
-        before, _, after = self.item.partition(KEY)
-        middle, _, end = after.partition(VALUE)
-        return before, middle, end
+    def parts(self) -> tuple[str, str, str, str, str]:
+        """What stands before the key, up to the type, up to the value, after the value, and after the key again."""
+        head, _, tail = self.item.partition(VALUE)
+        before, _, middle = head.partition(KEY)
+        middle, _, typed = middle.partition(TYPE)
+        end, _, closing = tail.partition(KEY)
+        return before, middle, typed, end, closing
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        before, middle, between = (
-            r"\s*".join(map(re.escape, part.split(SPACE))) for part in (*self.parts[:2], self.between.strip())
-        )
-        return re.compile(rf"\s*(?:{between}\s*)?{before}(?P<key>.+?){middle}", re.DOTALL)
+        head = _pattern(self.item.partition(VALUE)[0])
+        return re.compile(rf"\s*(?:{_pattern(self.between.strip())}\s*)?{head}", re.DOTALL)
+
+    @cached_property
+    def _tag(self) -> re.Pattern[str]:
+        """What ends a raw value, or begins one inside."""
+        inside = "|" + _pattern(self.parts[0]) if self.kind == "nested" else ""
+        return re.compile(f"(?P<end>{_pattern(self.item.partition(VALUE)[2])}){inside}", re.DOTALL)
 
     @cached_property
     def _token(self) -> re.Pattern[str]:
@@ -57,55 +78,82 @@ class Notation:
         quote = re.escape(self.quote)
         return re.compile(rf"{quote}.*?{quote}|[][{{}},]|(?:(?!{quote})[^][{{}},])+", re.DOTALL)
 
-    def take(self, text: str, schema: Schema) -> tuple[int, str, str] | None:
-        """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete."""
-        head = self._head.match(text)
-        end = None if head is None else self._end(text, head.end())
-        if head is None or end is None:
-            return None
-        value = self._value(text[head.end() : end], _argument_types(schema, head["key"]))
-        return end + len(self.parts[2]), json.dumps(head["key"], ensure_ascii=False), value
+    def take(self, text: str, schema: Any, root: Schema | None = None) -> tuple[int, str, str] | None:
+        """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete.
 
-    def _end(self, text: str, begin: int) -> int | None:
-        """Return the end of the value that begins there."""
-        if self.kind == "raw":
-            end = text.find(self.parts[2], begin)
-            return None if end < 0 else end
+        `schema` is that of all arguments, `root` the one in which its references lead, if that is another.
+        """
+        root = root or schema
+        head = self._head.match(text)
+        end = head and self._end(text, head.end())
+        if not head or not end:
+            return None
+        key, value = head["key"], text[head.end() : end[0]]
+        schema = _inside(schema, key, root)
+        types = _types(schema, root)
+        if TYPE in self.item:
+            types = frozenset({"string"}) if head["type"] == self.type_name("string") else types - {"string"}
+        holds = value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"})
+        is_nested = self.kind == "nested" and holds
+        read = self._entries(value, schema, root, types) if is_nested else self._value(value, types)
+        return end[1], _quoted(key), read
+
+    def _end(self, text: str, begin: int) -> tuple[int, int] | None:
+        """Return the end of the value that begins there, and that of its argument."""
         depth = 0
+        if self.is_raw:
+            for tag in self._tag.finditer(text, begin):
+                if not depth and tag["end"]:
+                    return tag.span()
+                depth += -1 if tag["end"] else 1
+            return None
         while token := self._token.match(text, begin):
             if not depth and token[0] in {"]", "}", ")", ","}:
-                return begin
+                return begin, begin
             depth += (token[0] in {"[", "{", "("}) - (token[0] in {"]", "}", ")"})
             begin = token.end()
         return None
 
+    def _entries(self, text: str, schema: Any, root: Schema, types: frozenset[str]) -> str:
+        """Return a nested list or object in JSON."""
+        values: list[tuple[str, str]] = []
+        while found := self.take(text, schema, root):
+            text = text[found[0] :]
+            values.append(found[1:])
+        is_list = "object" not in types or ("array" in types and {key for key, _ in values} == {'"item"'})
+        entries = ", ".join(value if is_list else f"{key}: {value}" for key, value in values)
+        return f"[{entries}]" if is_list else f"{{{entries}}}"
+
     def _value(self, text: str, types: frozenset[str]) -> str:
         """Return a value in JSON; what has none of the types is a string."""
-        if self.kind == "raw" and types == {"string"}:
-            return json.dumps(text, ensure_ascii=False)
+        if self.is_raw and types == {"string"}:
+            return _quoted(text)
         written = (self._unquoted(text) if self.kind == "quoted" else text).strip()
         value: Any = text
         for parse in (json.loads, _WORDS.__getitem__, *[_python] * (self.kind == "python")):
             with suppress(ValueError, LookupError, SyntaxError, TypeError, MemoryError, RecursionError):
                 value = parse(written)
                 break
-        if self.kind == "raw" and _type(value) not in types:
+        if self.is_raw and _type(value) not in types:
             value = text
         with suppress(ValueError, TypeError):
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return json.dumps(text, ensure_ascii=False)
+        return _quoted(text)
 
     def _unquoted(self, text: str) -> str:
         parts = text.split(self.quote)
         for index, part in enumerate(parts):
             bare = re.sub(r"([^\s{}\[\],:\"]+)(\s*:)", r'"\1"\2', part)
             bare = re.sub(r"\bNone\b", "null", bare)
-            parts[index] = json.dumps(part, ensure_ascii=False) if index % 2 else bare
+            parts[index] = _quoted(part) if index % 2 else bare
         return "".join(parts)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        before, middle, end, between = (part.replace(SPACE, "") for part in (*self.parts, self.between))
-        return between.join(before + key + middle + self.written(value) + end for key, value in self.ordered(arguments))
+        return self.between.replace(SPACE, "").join(self._argument(*item) for item in self.ordered(arguments))
+
+    def _argument(self, key: str, value: Any) -> str:
+        there = {KEY: key, TYPE: self.type_name(_type(value)), VALUE: self.written(value), SPACE: ""}
+        return "".join(there.get(part, part) for part in _PLACES.split(self.item))
 
     def ordered(self, items: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return sorted(items.items(), key=lambda item: item[0].lower()) if self.kind == "quoted" else [*items.items()]
@@ -113,12 +161,14 @@ class Notation:
     def written(self, value: Any) -> str:
         """Write a value."""
         text = json.dumps(value, ensure_ascii=False)
-        if self.kind == "raw":
-            return value if isinstance(value, str) else text
-        if isinstance(value, dict) and self.kind == "quoted":
-            return f"{{{self.between.join(f'{key}:{self.written(part)}' for key, part in self.ordered(value))}}}"
-        if isinstance(value, list):
-            return f"[{self.between.join(map(self.written, value))}]"
+        if brackets := _BRACKETS[self.kind].get(_type(value)):
+            if isinstance(value, dict):
+                inside = self.write(value)
+            elif self.kind == "nested":
+                inside = "".join(self._argument("item", part) for part in value)
+            else:
+                inside = self.between.join(map(self.written, value))
+            return inside.join(brackets)
         if self.kind == "python":
             return _PYTHON_WORDS.get(text, text)
         return self.quote + value + self.quote if isinstance(value, str) else text
@@ -139,11 +189,10 @@ class ArgumentsGrammar:
         # The rules of values to which references lead, and of any value by its depth; none while it is being made.
         self._targets: dict[int, str | None] = {}
         self.unasserted: dict[str, None] = {}
-        before, middle, _ = notation.parts
-        self.body = self._items(_resolved(schema, schema), lambda key: f"{fixed(before)} {key} {fixed(middle)}")
+        self.body = self._items(_resolved(schema, schema))
 
-    def _items(self, schema: Schema, key_of: Callable[[str], str]) -> str:
-        """Return what spells properties in their order; `key_of` spells a key and what stands before its value."""
+    def _items(self, schema: Schema) -> str:
+        """Return what spells properties in their order."""
         self._note(schema, "properties", "required", "additionalProperties")
         required, others = schema.get("required", []), schema.get("additionalProperties", True)
         # In the order of the schema.
@@ -152,19 +201,24 @@ class ArgumentsGrammar:
         named = {key: part for key, part in named.items() if part is not False}
         between = self._fixed(self._notation.between)
         if not named and others is not False:
-            item = self._rule(f"{key_of(self._rule('/[A-Za-z0-9_.-]{1,64}/'))} {self._value(others)}")
+            item = self._item(self._rule("/[A-Za-z0-9_.-]{1,64}/"), others)
             return f"({item} ({between} {item})*)?"
         first = more = '""'
         for key, part in reversed(self._notation.ordered(named)):
-            item = self._rule(f"{key_of(_quoted(key))} {self._value(part)}")
+            item = self._item(_quoted(key), part)
             optional = key not in required
             # As the first item, and after others.
             first = self._rule(f"{item} {more}" + f" | {first}" * optional)
             more = self._rule(f"{between} {item} {more}" + f" | {more}" * optional)
         return first
 
+    def _item(self, key: str, schema: Any) -> str:
+        before, middle, _, _, closing = self._notation.parts
+        end = f"{key} {self._fixed(closing)}" if closing else ""
+        return self._rule(f"{self._fixed(before)} {key} {self._fixed(middle)} {self._value(schema)} {end}")
+
     def _value(self, schema: Any) -> str:
-        """Return what spells a value, and for raw ones what stands after it."""
+        """Return what spells a value, for raw ones with the type before and with what stands after it."""
         schema = schema if isinstance(schema, dict) else {}
         target = _resolved(schema, self._root)
         if target is schema and target:
@@ -188,7 +242,7 @@ class ArgumentsGrammar:
             yield from map(self._value, schema["anyOf"])
         else:
             types = _types(schema, self._root)
-            if self._notation.kind == "raw" and types == _ALL:
+            if self._notation.is_raw and types == _ALL:
                 types = frozenset({"string"})
             self._depth += 1
             for name in sorted(types - ({"integer"} if "number" in types else set())):
@@ -201,40 +255,46 @@ class ArgumentsGrammar:
             return f"{self._fixed(notation.quote)} {_quoted(value)} {self._fixed(notation.quote)}"
         if notation.kind == "python" and isinstance(value, str):
             return f"({_quoted(notation.written(value))} | {_quoted(repr(value))})"
-        return self._ended(_quoted(notation.written(value)))
+        return self._ended(_type(value), _quoted(notation.written(value)))
 
     def _of_type(self, name: str, schema: Schema) -> Iterator[str]:
-        kind = self._notation.kind
+        notation, kind = self._notation, self._notation.kind
         if name in {"boolean", "null"}:
-            words = {"boolean": ["true", "false"], "null": ["null"]}[name]
+            words = ["true", "false"] if name == "boolean" else ["null"]
             python = [_PYTHON_WORDS[word] for word in words]
             # Templates print raw values as JSON, or as Python does.
-            words = python if kind == "python" else words + python * (kind == "raw" or name == "null")
-            yield from (self._ended(_quoted(word)) for word in words)
-        elif name == "string" and kind == "raw":
-            yield self._text(schema, self._notation.parts[2])
-        elif name == "string" and kind == "quoted":
-            yield f"{self._fixed(self._notation.quote)} {self._text(schema, self._notation.quote)}"
-        elif kind == "raw" or name not in ({"array"} if kind == "python" else {"array", "object"}):
-            yield self._ended(self._json({**schema, "type": name}))
+            words = python if kind == "python" else words + python * (notation.is_raw or name == "null")
+            yield from (self._ended(name, _quoted(word)) for word in words)
+        elif name == "string" and kind != "python":
+            before = self._fixed(notation.quote) or self._typed(name)
+            yield f"{before} {self._text(schema, notation.quote or notation.parts[3])}"
+        elif (brackets := _BRACKETS[kind].get(name)) is None:
+            yield self._ended(name, self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
                 yield self._rule(r"/'([^'\\]|\\[nrt\\'\"])*'/")
-        elif self._depth > _MAX_DEPTH:
-            yield '"[]"' if name == "array" else '"{}"'
-        elif name == "array":
-            self._note(schema, "items", "minItems", "maxItems")
-            item, least, most = self._value(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
-            more = f"({self._fixed(self._notation.between)} {item}){{{max(least - 1, 0)},{most - 1 if most else ''}}}"
-            yield '"[]"' if most == 0 else f'"[" ({item} {more}){"?" * (not least)} "]"'
         else:
-            yield f'"{{" {self._items(schema, self._quoted_key)} "}}"'
+            before, after = map(_quoted, brackets)
+            inside = "" if self._depth > _MAX_DEPTH else self._list(schema) if name == "array" else self._items(schema)
+            yield self._ended(name, f"{before} {inside} {after}")
 
-    def _quoted_key(self, key: str) -> str:
-        return f'{key} ":"'
+    def _list(self, schema: Schema) -> str:
+        self._note(schema, "items", "minItems", "maxItems")
+        items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return ""
+        item = self._item('"item"', items) if self._notation.kind == "nested" else self._value(items)
+        more = f"{self._fixed(self._notation.between)} {item}"
+        return f"({item} ({more}){{{max(least - 1, 0)},{most - 1 if most else ''}}}){'?' * (not least)}"
 
-    def _ended(self, value: str) -> str:
-        """Return a value and, if it is a raw one, what stands after it."""
-        return f"{value} {self._fixed(self._notation.parts[2])}" if self._notation.kind == "raw" else value
+    def _ended(self, name: str, value: str) -> str:
+        """Return a value and, if it is a raw one, its type before it and what stands after it."""
+        if not self._notation.is_raw:
+            return value
+        return f"{self._typed(name)} {value} {self._fixed(self._notation.parts[3])}"
+
+    def _typed(self, name: str) -> str:
+        typed = self._notation.parts[2]
+        return f"{_quoted(self._notation.type_name(name))} {self._fixed(typed)}" if typed else ""
 
     def _text(self, schema: Schema, end: str) -> str:
         """Return a text that does not hold its end, and that end."""
@@ -268,32 +328,54 @@ def _python(text: str) -> Any:
     return ast.literal_eval(text.replace("\n", "\\n"))
 
 
-def _argument_types(schema: Schema, key: str) -> frozenset[str]:
-    properties = _resolved(schema, schema).get("properties")
-    return _types(properties.get(key) if isinstance(properties, dict) else None, schema)
+def _branches(schema: Any, root: Schema) -> Iterator[Schema]:
+    """Yield a schema, or the alternatives of its unions, with references followed."""
+    parts, seen = [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        part = _resolved(part, root) if isinstance(part, dict) else {}
+        inside = part.get("anyOf", part.get("oneOf"))
+        if isinstance(inside, list) and part.keys().isdisjoint({"enum", "const"}):
+            parts += inside if id(part) not in seen else []
+            seen.add(id(part))
+        else:
+            yield part
+
+
+def _inside(schema: Any, key: str, root: Schema) -> Any:
+    """Return the schema of an argument, or of a nested list's items."""
+    for branch in _branches(schema, root):
+        properties, items = branch.get("properties"), branch.get("items")
+        if isinstance(properties, dict) and key in properties:
+            return properties[key]
+        if key == "item" and items is not None:
+            return items
+        if isinstance(others := branch.get("additionalProperties"), dict):
+            return others
+    return None
 
 
 def _types(schema: Any, root: Schema) -> frozenset[str]:
     """Return the JSON types that a schema allows."""
-    types, parts, seen = set[str](), [schema], set[int]()
-    while parts:
-        part = parts.pop()
-        part = _resolved(part, root) if isinstance(part, dict) else {}
+    types = set[str]()
+    for part in _branches(schema, root):
         values = part.get("enum", [part["const"]] if "const" in part else None)
-        inside = part.get("anyOf", part.get("oneOf"))
         named = part.get("type", [*_ALL])
         if isinstance(values, list):
             types |= set(map(_type, values))
-        elif isinstance(inside, list):
-            parts += inside if id(part) not in seen else []
-            seen.add(id(part))
         else:
             types |= {name for name in ([named] if isinstance(named, str) else named) if name in [*_ALL]}
     return frozenset(types | {"integer"} if "number" in types else types)
 
 
 def _type(value: Any) -> str:
-    return "null" if value is None else _TYPES.get(type(value), "")
+    return _TYPES.get(type(value), "")
+
+
+def _pattern(form: str) -> str:
+    """Return a regular expression for a form."""
+    places = {KEY: "(?P<key>.+?)", TYPE: "(?P<type>.+?)", SPACE: r"\s*"}
+    return "".join(places.get(part) or re.escape(part) for part in _PLACES.split(form))
 
 
 def _resolved(schema: Schema, root: Schema) -> Schema:
@@ -303,11 +385,11 @@ def _resolved(schema: Schema, root: Schema) -> Schema:
             return schema
         place: Any = root
         for step in unquote(reference).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            inside = dict(enumerate(place)) if isinstance(place, list) else place
-            place = inside.get(int(name) if isinstance(place, list) and name.isdecimal() else name, {})
-            if not isinstance(place, dict | list):
-                return {}
+            name: Any = step.replace("~1", "/").replace("~0", "~")
+            with suppress(LookupError, TypeError, ValueError):
+                place = place[int(name) if isinstance(place, list) else name]
+                continue
+            return {}
         schema = place if isinstance(place, dict) else {}
     return {}
 

@@ -59,47 +59,42 @@ class CallForm:
         texts: Any = {name: as_bytes(text) for name, text in vars(self).items() if isinstance(text, str)}
         return replace(self, **texts)
 
-    @property
-    def fixed_begin(self) -> str:
-        return self._to_name[0]
+    @cached_property
+    def parts(self) -> tuple[str, str, str]:
+        """A call up to its name, from there to its arguments, and from there on."""
+        before, _, rest = self.call.partition(NAME)
+        middle, _, after = rest.partition(ARGUMENTS)
+        return before, middle, after
 
     @cached_property
     def trigger(self) -> list[str]:
         """The elements of a block after which it is a call: the tag, or all to the name."""
-        return [self.tag] if self.tag else self._to_name
+        return [self.tag] if self.tag else _elements(self.begin + self.parts[0] + NAME)
 
     @cached_property
     def opening(self) -> list[str]:
         """The elements of a block after which its call is certain, whatever tokens have overshot the trigger."""
-        return self._to_name + ([] if self.tag else [*self._from_name, "{"])
+        before, middle, _ = self.parts
+        return _elements(self.begin + before + NAME + ("" if self.tag else middle + "{"))
 
     @cached_property
     def rest(self) -> list[str]:
         """The elements from the opening to the arguments."""
-        return self._from_name if self.tag else []
+        return _elements(self.parts[1]) if self.tag else []
+
+    @cached_property
+    def after(self) -> list[str]:
+        return _elements(self.parts[2])
 
     @cached_property
     def next_opening(self) -> list[str]:
         """The elements from the arguments of a call to the name of the next one in its block; empty if it has none."""
-        before = self.call.partition(NAME)[0]
-        return [] if self.separator is None else [*self.after, *_elements(self.separator + before), NAME]
-
-    @cached_property
-    def after(self) -> list[str]:
-        """The elements of a call after its arguments."""
-        return _elements(self.call.partition(ARGUMENTS)[2])
+        before, _, after = self.parts
+        return [] if self.separator is None else _elements(after + self.separator + before + NAME)
 
     @cached_property
     def closing(self) -> list[str]:
-        return self.after + _elements(self.end)
-
-    @cached_property
-    def _to_name(self) -> list[str]:
-        return [*_elements((self.begin + self.call).partition(NAME)[0]), NAME]
-
-    @cached_property
-    def _from_name(self) -> list[str]:
-        return _elements(self.call.partition(NAME)[2].partition(ARGUMENTS)[0])
+        return _elements(self.parts[2] + self.end)
 
 
 class ThinkingTags(NamedTuple):
@@ -129,8 +124,8 @@ def as_bytes(text: str) -> str:
 
 
 def _elements(form: str) -> list[str]:
-    """Return each SPACE and ID of a form, and the texts between them."""
-    return [part for part in re.split(f"([{SPACE}{ID}])", form) if part]
+    """Return each SPACE, ID and NAME of a form, and the texts between them."""
+    return [part for part in re.split(f"({SPACE}|{ID}|{NAME})", form) if part]
 
 
 def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> tuple[int, str] | bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import llguidance
@@ -100,10 +99,9 @@ class GrammarCompiler:
         schema `otherwise` is that of an answer without calls, which None leaves free; then the model may reason before,
         within `thinking`, of which the prompt ends with the first tag if it `thinks_at_once`.
         """
-        readings = {name: _readings(name, schema, strict=name in strict) for name, schema in tools.items()}
         read: dict[str, ReadSchema] = {}
-        for name, of_tool in readings.items():
-            read[name] = _as_written(next(of_tool), syntax, f"tool '{name}'", strict=name in strict)
+        for name, schema in tools.items():
+            read[name] = next(_readings(name, schema, syntax, strict=name in strict))
             _check_size(read)
         is_free = not required and otherwise is None
         other = None
@@ -124,7 +122,9 @@ class GrammarCompiler:
             self.json_schema(otherwise or {})  # raises if that is at fault
             if len(read) > _TOOLS_TO_SEARCH:
                 raise
-            read = {name: self._compilable(name, chain([read[name]], readings[name]), lark) for name in read}
+            for name, schema in tools.items():
+                readings = _readings(name, schema, syntax, strict=name in strict)
+                read[name] = self._compilable(name, readings, lark)
             call = self._constraint(lark(read), "tools", "tools", is_json=False)
         call.relaxed = _names({name: schema.relaxed for name, schema in read.items()})
         if not is_free:
@@ -143,14 +143,14 @@ class GrammarCompiler:
         self, name: str, readings: Iterator[ReadSchema], lark: Callable[[Mapping[str, ReadSchema]], str]
     ) -> ReadSchema:
         """Return the first reading of a tool's schema that can be compiled; raises why the last one cannot."""
-        schema = next(readings)
-        try:
-            self._compile(lark({name: schema}), f"tool '{name}'", "tools")
-        except RequestError:
-            with suppress(StopIteration):
-                return self._compilable(name, readings, lark)
-            raise
-        return schema
+        for schema in readings:
+            try:
+                self._compile(lark({name: schema}), f"tool '{name}'", "tools")
+            except RequestError as error:
+                failure = error
+            else:
+                return schema
+        raise failure
 
     def gbnf(self, grammar: str) -> Constraint:
         try:
@@ -244,28 +244,30 @@ def _read(schema: dict[str, Any], what: str, param: str) -> ReadSchema:
         raise _refusal(what, error, param) from error
 
 
-def _readings(name: str, schema: dict[str, Any], *, strict: bool) -> Iterator[ReadSchema]:
+def _readings(name: str, schema: dict[str, Any], syntax: CallSyntax, *, strict: bool) -> Iterator[ReadSchema]:
     """Yield a tool's schema as the compiler takes it; if it is not strict, then weaker and weaker ones."""
+    what = f"tool '{name}'"
     if schema.get("type", "object") not in ("object", ["object"], None):
-        raise _refusal(f"tool '{name}'", "its arguments have to be of the type 'object'", "tools")
+        raise _refusal(what, "its arguments have to be of the type 'object'", "tools")
     whole = {**schema, "type": "object"}
     if strict:
-        yield _read(whole, f"tool '{name}'", "tools")
+        read = _read(whole, what, "tools")
+        if lost := _unasserted(read, syntax):
+            raise _refusal(what, f"this model's calls cannot be held to {', '.join(lost)}", "tools")
+        yield read
         return
     for without in (frozenset[str](), _COSTLY, _COSTLY | {"$ref"}):
         with suppress(Unusable):
-            yield read_schema(whole, relaxes=True, without=without)
+            read = read_schema(whole, relaxes=True, without=without)
+            yield read._replace(relaxed=tuple(dict.fromkeys([*read.relaxed, *_unasserted(read, syntax)])))
     yield ReadSchema('{"type": "object"}', relaxed=("parameters",))
 
 
-def _as_written(schema: ReadSchema, syntax: CallSyntax, what: str, *, strict: bool) -> ReadSchema:
-    """Name what calls may break as well, since the grammar of their notation cannot assert it."""
+def _unasserted(schema: ReadSchema, syntax: CallSyntax) -> Collection[str]:
+    """Return the keywords that the grammar of the calls' notation cannot assert."""
     if (notation := syntax.forms[0].notation) is None:
-        return schema
-    grammar = ArgumentsGrammar(notation, json.loads(schema.text), lambda _body, _attribute="": "rule", json.dumps)
-    if grammar.unasserted and strict:
-        raise _refusal(what, f"this model's calls cannot be held to {', '.join(grammar.unasserted)}", "tools")
-    return schema._replace(relaxed=tuple(dict.fromkeys([*schema.relaxed, *grammar.unasserted])))
+        return ()
+    return ArgumentsGrammar(notation, json.loads(schema.text), lambda *_: "rule", json.dumps).unasserted
 
 
 def _check_size(tools: Mapping[str, ReadSchema]) -> None:

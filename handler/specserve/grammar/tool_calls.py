@@ -12,12 +12,10 @@ from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
 from specserve.grammar.arguments import SPACE, ArgumentsGrammar
 from specserve.grammar.call_form import (
-    ARGUMENTS,
     BETWEEN,
     ID,
     ID_PATTERN,
     MAX_SPACE,
-    NAME,
     WHITESPACE,
     CallForm,
     ThinkingTags,
@@ -74,8 +72,7 @@ def call_grammar(
         return " ".join(spelled.get(part) or json.dumps(part) for part in re.split(f"({marks})", form) if part)
 
     def block(form: CallForm) -> str:
-        before, _, after = form.call.partition(NAME)
-        middle, _, last = after.partition(ARGUMENTS)
+        before, middle, last = form.parts
         flexible = SPACE in form.call
 
         def arguments(schema: str) -> str:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from specserve.config import cache_directory, processor
 from specserve.engine.base import Engine, Row
-from specserve.machine import read_times
+from specserve.machine import thread_times
 from specserve.private_file import open_private
 from specserve.speculation.costs import CostTable
 
@@ -57,9 +57,10 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
             logger.info("specserve: the cost table of %s was measured before (%s)", model.name, path)
             return known
         logger.info("specserve: measuring passes of %s (threads: %d), once on this machine", model.name, threads)
-        started, before = perf_counter(), read_times()
+        started, before = perf_counter(), [*thread_times().values()]
         table = measure(engine)
-        ran, waited = (now - then for now, then in zip(read_times(), before, strict=True))
+        after = [*thread_times().values()]
+        ran, waited = (sum(time[i] for time in after) - sum(time[i] for time in before) for i in (0, 1))
         costs = ", ".join(f"{rows}: {1000 * cost:.1f}" for rows, cost in zip(table.rows, table.seconds[0], strict=True))
         logger.info("specserve: measured in %.0f s; milliseconds by rows: %s", perf_counter() - started, costs)
         if waited > _DISTURBED * (ran + waited):
@@ -81,7 +82,7 @@ def measured_costs(engine: Engine, model: Path, *, threads: int, kernels: str) -
 def measure(engine: Engine, clock: Callable[[], float] = perf_counter) -> CostTable:
     """Time passes of few to many rows after a short and after a long context, in slot 0, which is empty."""
     # Shorter ones if they have to be prefilled, much shorter if before each pass.
-    part = 64 if not engine.truncates else 16 if engine.token_bytes is None else 1
+    part = 64 if engine.rollback is not None else 16 if engine.token_bytes is None else 1
     near, far = kv_lengths(engine.slot_length, _FAR // part)
     most = min(engine.max_rows, engine.slot_length - near)
     rows = tuple(count for count in _ROWS if count <= min(most, engine.max_logits))
@@ -146,7 +147,7 @@ def _times(
             engine.forward(batch)
             seen[count] = min(seen[count], clock() - began)
             engine.truncate(0, start)
-            if not engine.truncates:
+            if engine.rollback is not None:
                 _fill(engine, start)
     return seen
 

@@ -61,8 +61,7 @@ def run_round(
     started = clock()
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_lens = [target.kv_len([step.sequence.slot]) for step in steps]
-    if target.engine.truncates:  # otherwise a rejected draft would cost the whole sequence
-        drafters.draft(steps, max(kv_lens), awaiting_first_token, max_alternatives=target.engine.max_alternatives)
+    drafters.draft(steps, max(kv_lens), awaiting_first_token, max_alternatives=target.engine.max_alternatives)
     drafted = clock()
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()

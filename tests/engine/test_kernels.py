@@ -81,6 +81,26 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_threads_and_pieces(n
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_products_of_a_mixture_have_the_bits_of_each_experts_own(name: str) -> None:
+    """Expert 0 computes no row, expert 5 all, also where all experts of a row share its activations."""
+    weights, random = numbers(16, 6 * 41, 512), np.random.default_rng(17)
+    blocks = quantised(name, weights).reshape(6, 41, -1)
+    chosen = np.argsort(random.random((40, 4)), axis=1)[:, :3].astype(np.int32) + 1
+    chosen[np.arange(40), random.integers(3, size=40)] = 5
+    rows = np.arange(40)[:, None]
+    for _ in variants():
+        for x in (numbers(18, 40, 1, 512), numbers(18, 40, 3, 512)):
+            own = np.stack([product(name, expert, x.reshape(-1, 512))[0].reshape(*x.shape[:2], 41) for expert in blocks])
+            expected = own[chosen, rows, np.arange(3) % x.shape[1]]
+            reference = np.stack([exact(name, blocks[e], x.reshape(-1, 512)).reshape(*x.shape[:2], 41) for e in range(6)])
+            assert max(errors(expected, reference[chosen, rows, np.arange(3) % x.shape[1]])) < 0.06
+            for count in range(1, 41):
+                for threads in (1, 2, 5):
+                    found, _ = product(name, blocks, x[:count], chosen[:count], threads=threads, pieces=1 + count % 3)
+                    assert np.array_equal(found, expected[:count]), (count, threads)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: str) -> None:
     blocks, x = quantised(name, numbers(11, 24, 512)), numbers(12, 6, 512)
     for _ in variants():
@@ -292,6 +312,7 @@ for variant in variants():
                 x[0, :3] = np.inf, -np.inf, np.nan
                 for threads in (1, 2):
                     product(name, blocks, x, threads=threads, pieces=1 + rows % 3)
+                    product(name, np.stack([blocks] * 3), x, np.tile(np.int32([2, 0]), (rows, 1)), threads=threads)
     for size in (16, 48, 128, 256):
         for lengths in ((1,), (64, 1), (300, 33), (257,) * 33):
             case = conversations(0, lengths, size=size, key_heads=2, shared=3)

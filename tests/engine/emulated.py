@@ -77,7 +77,8 @@ class EmulatedLibrary:
         return int(self._call(2)[0])
 
     def specserve_run_product(self, *arguments: Any) -> float:
-        ours, number, k, columns, weights, pieces, rows, x, chosen, experts, used, inputs, threads, repeats, out = arguments
+        ours, number, k, columns, weights, pieces, rows, x, *of_experts, threads, repeats, out = arguments
+        chosen, experts, used, inputs = of_experts
         length, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.specserve_format(number).decode().upper()]]
         sizes = experts * columns * k // length * size, 4 * rows * inputs * k, 4 * rows * used
         sent = list(map(ctypes.string_at, (weights, x, chosen), sizes[: 2 if chosen is None else 3]))

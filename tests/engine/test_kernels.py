@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,21 +84,25 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_threads_and_pieces(n
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_of_a_mixture_have_the_bits_of_each_experts_own(name: str) -> None:
     """Expert 0 computes no row, expert 5 all, also where all experts of a row share its activations."""
-    weights, random = numbers(16, 6 * 41, 512), np.random.default_rng(17)
-    blocks = quantised(name, weights).reshape(6, 41, -1)
+    blocks, random = quantised(name, numbers(16, 6 * 41, 512)).reshape(6, 41, -1), np.random.default_rng(17)
     chosen = np.argsort(random.random((40, 4)), axis=1)[:, :3].astype(np.int32) + 1
     chosen[np.arange(40), random.integers(3, size=40)] = 5
-    rows = np.arange(40)[:, None]
     for _ in variants():
-        for x in (numbers(18, 40, 1, 512), numbers(18, 40, 3, 512)):
-            own = np.stack([product(name, expert, x.reshape(-1, 512))[0].reshape(*x.shape[:2], 41) for expert in blocks])
-            expected = own[chosen, rows, np.arange(3) % x.shape[1]]
-            reference = np.stack([exact(name, blocks[e], x.reshape(-1, 512)).reshape(*x.shape[:2], 41) for e in range(6)])
-            assert max(errors(expected, reference[chosen, rows, np.arange(3) % x.shape[1]])) < 0.06
-            for count in range(1, 41):
+        for inputs in (1, 3):
+            x = numbers(18, 40, inputs, 512)
+            taken = chosen, np.arange(40)[:, None], np.arange(3) % inputs
+
+            def of_chosen(products: list[NDArray[Any]], taken: Any = taken, inputs: int = inputs) -> NDArray[Any]:
+                found: NDArray[Any] = np.reshape(products, (6, 40, inputs, 41))[taken]
+                return found
+
+            flat = x.reshape(-1, 512)
+            expected = of_chosen([product(name, expert, flat)[0] for expert in blocks])
+            assert max(errors(expected, of_chosen([exact(name, expert, flat) for expert in blocks]))) < 0.06
+            for rows in range(1, 41):
                 for threads in (1, 2, 5):
-                    found, _ = product(name, blocks, x[:count], chosen[:count], threads=threads, pieces=1 + count % 3)
-                    assert np.array_equal(found, expected[:count]), (count, threads)
+                    found, _ = product(name, blocks, x[:rows], chosen[:rows], threads=threads, pieces=1 + rows % 3)
+                    assert np.array_equal(found, expected[:rows]), (rows, threads)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -108,29 +108,21 @@ void * allocate(size_t size) {
     return base;
 }
 
-size_t packed_bytes(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    const Format * format = format_of(tensor);
-    if (format == nullptr) {
-        return ggml_nbytes(tensor);
-    }
-    const Weights weights{library().kernels, format, tensor->ne[0], tensor->ne[1], nullptr};
-    return static_cast<size_t>(tensor->ne[2] * weights.panels() * weights.panel_bytes());
-}
-
 void pack(ggml_tensor * tensor, const uint8_t * source) {
     if (format_of(tensor) == nullptr) {
         std::memcpy(tensor->data, source, ggml_nbytes(tensor));
         return;
     }
-    const int64_t growth = static_cast<int64_t>(packed_bytes(nullptr, tensor)) - static_cast<int64_t>(ggml_nbytes(tensor));
+    const Weights weights = described(tensor);
+    const int64_t growth = tensor->ne[2] * weights.bytes() - static_cast<int64_t>(ggml_nbytes(tensor));
     static_cast<Memory *>(tensor->buffer->context)->growth += growth;
     library().growth += growth;
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {
-        for (int64_t matrix = 0; matrix < tensor->ne[2]; matrix++) {
-            const Weights w = described(tensor, matrix);
-            w.format->pack(w, source + static_cast<size_t>(matrix) * tensor->nb[2], w.panels() * t / threads,
-                           w.panels() * (t + 1) / threads, const_cast<uint8_t *>(w.data));
+        for (int64_t expert = 0; expert < tensor->ne[2]; expert++) {
+            weights.format->pack(weights, source + static_cast<size_t>(expert) * tensor->nb[2], weights.panels() * t / threads,
+                                 weights.panels() * (t + 1) / threads,
+                                 static_cast<uint8_t *>(tensor->data) + expert * weights.bytes());
         }
     };
     std::vector<std::thread> others;
@@ -192,14 +184,21 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     return ggml_backend_buffer_init(type, functions, new Memory{*library().kernels, memory}, size);
 }
 
+size_t packed_bytes(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+    const Format * format = format_of(tensor);
+    if (format == nullptr) {
+        return ggml_nbytes(tensor);
+    }
+    const Weights weights{library().kernels, format, tensor->ne[0], tensor->ne[1], nullptr};
+    return static_cast<size_t>(tensor->ne[2] * weights.bytes());
+}
+
 }  // namespace
 
-Weights described(const ggml_tensor * tensor, int64_t matrix) {
+Weights described(const ggml_tensor * tensor) {
     const Kernels & kernels = static_cast<const Memory *>(tensor->buffer->context)->kernels;
-    Weights weights{&kernels, kernels.format_of(tensor->type), tensor->ne[0], tensor->ne[1],
-                    static_cast<const uint8_t *>(tensor->data)};
-    weights.data += matrix * weights.panels() * weights.panel_bytes();
-    return weights;
+    return {&kernels, kernels.format_of(tensor->type), tensor->ne[0], tensor->ne[1],
+            static_cast<const uint8_t *>(tensor->data)};
 }
 
 ggml_backend_buffer_type_t buffer_type() {

@@ -13,8 +13,8 @@ inline uint8_t * aligned(void * memory) {
     return bytes + (kAlignment - reinterpret_cast<uintptr_t>(bytes) % kAlignment) % kAlignment;
 }
 
-// A weight of the buffer type: one of its matrices, of which experts have several.
-Weights described(const ggml_tensor *, int64_t matrix = 0);
+// A weight of the buffer type; in a mixture of experts that of the first one.
+Weights described(const ggml_tensor *);
 
 // A matrix product with such a weight, also of experts, and with one in GGUF's own layout by ggml's dot products
 // (graph_product.cpp).

@@ -102,12 +102,12 @@ char * row_of(const ggml_tensor * t, int64_t row) {
            static_cast<size_t>(i3) * t->nb[3];
 }
 
-// Which rows of a result each matrix computes, and of which rows of activations: tokens have some each, all used equally
-// often.
+// Which expert computes each row of a result, and of which row of activations: a token has one for all its experts, or one
+// for each. A product of a single matrix has one expert.
 class Routing {
   public:
     struct Group {
-        int64_t matrix;
+        int64_t expert;
         int64_t first;  // in order()
         int64_t rows = 0;
     };
@@ -121,7 +121,7 @@ class Routing {
 
     const std::vector<Group> & groups() const { return groups_; }  // with rows
     const std::vector<int64_t> & order() const { return order_; }  // the results of a group one after another
-    const Group & group_of(int64_t result) const { return all_[matrix_of(result)]; }
+    const Group & group_of(int64_t result) const { return all_[expert_of(result)]; }
     int64_t place(int64_t result) const { return places_[static_cast<size_t>(result)]; }  // in its group
     int64_t most_rows() const { return most_rows_; }  // of a group
 
@@ -141,11 +141,11 @@ class Routing {
         order_.resize(static_cast<size_t>(ggml_nrows(op)));
         places_.resize(order_.size());
         all_.clear();
-        for (int64_t matrix = 0; matrix < op->src[0]->ne[2]; matrix++) {
-            all_.push_back({matrix, 0});
+        for (int64_t expert = 0; expert < op->src[0]->ne[2]; expert++) {
+            all_.push_back({expert, 0});
         }
         for (size_t result = 0; result < order_.size(); result++) {
-            places_[result] = all_[matrix_of(static_cast<int64_t>(result))].rows++;
+            places_[result] = all_[expert_of(static_cast<int64_t>(result))].rows++;
         }
         groups_.clear();
         most_rows_ = 0;
@@ -164,14 +164,14 @@ class Routing {
         }
     }
 
-    size_t matrix_of(int64_t result) const {
+    size_t expert_of(int64_t result) const {
         const ggml_tensor * ids = op_->src[2];
         return ids == nullptr ? 0 : *reinterpret_cast<const uint32_t *>(row_of(ids, result / op_->ne[1]) +
                                         static_cast<size_t>(result % op_->ne[1]) * ids->nb[0]);
     }
 
     const ggml_tensor * op_ = nullptr;
-    std::vector<Group> all_;  // by matrix
+    std::vector<Group> all_;  // by expert
     std::vector<Group> groups_;
     std::vector<int64_t> order_;
     std::vector<int64_t> places_;
@@ -183,9 +183,9 @@ class Product : public ggml::cpu::tensor_traits {
         return ggml_nrows(op) * Activations::row_bytes(described(op->src[0]));
     }
 
-    static Activations activations_of(const ggml_tensor * op, const Routing::Group & group, uint8_t * memory) {
-        const Weights weights = described(op->src[0], group.matrix);
-        return Activations(weights, group.rows, memory + group.first * Activations::row_bytes(weights));
+    static Activations activations_of(const Weights & weights, const Routing::Group & group, uint8_t * memory) {
+        return Activations(weights.of_expert(group.expert), group.rows,
+                           memory + group.first * Activations::row_bytes(weights));
     }
 
     // One thread's share: some blocks of as many rows as make a tile, in which they lie side by side. Threads that took
@@ -202,12 +202,12 @@ class Product : public ggml::cpu::tensor_traits {
             const int64_t end = std::min(last - set * blocks, blocks);
             for (int64_t row = rows * set / sets; row < rows * (set + 1) / sets; row++) {
                 const int64_t result = routing.result_of(row, 0);
-                const Activations activations = activations_of(op, routing.group_of(result), memory);
+                const Activations activations = activations_of(weights, routing.group_of(result), memory);
                 const auto * source = reinterpret_cast<const float *>(row_of(x, row));
                 activations.quantise(routing.place(result), source, begin, end);
                 for (int64_t use = 1; use < routing.uses(); use++) {
                     const int64_t other = routing.result_of(row, use);
-                    activations_of(op, routing.group_of(other), memory)
+                    activations_of(weights, routing.group_of(other), memory)
                         .copy(routing.place(other), activations, routing.place(result), begin, end);
                 }
             }
@@ -242,7 +242,7 @@ class Product : public ggml::cpu::tensor_traits {
         // The rows of a result lie one after another, also those of several sequences.
         auto * out = reinterpret_cast<float *>(row_of(op, 0));
         if (is_assisted) {
-            assistants.compute({activations_of(op, routing.groups()[0], memory), piece, out});
+            assistants.compute({activations_of(weights, routing.groups()[0], memory), piece, out});
             return true;
         }
         const int64_t pieces_of_group = (columns.panels() + piece - 1) / piece;
@@ -255,7 +255,7 @@ class Product : public ggml::cpu::tensor_traits {
             const Routing::Group & group = routing.groups()[static_cast<size_t>(p / pieces_of_group)];
             const int64_t begin = p % pieces_of_group * piece;
             const int64_t * results = routing.order().data() + group.first;
-            activations_of(op, group, memory)
+            activations_of(weights, group, memory)
                 .multiply(begin, std::min(columns.panels(), begin + piece), [&](int64_t i) { return columns.panel(i); },
                           [&](int64_t row) { return out + results[row] * op->ne[0]; });
         }
@@ -309,7 +309,7 @@ class PlainProduct : public ggml::cpu::tensor_traits {
                 const uint8_t * row = rows + static_cast<size_t>(routing.input_of(result)) * bytes;
                 for (int64_t column = begin; column < std::min(columns, begin + piece); column++) {
                     traits.vec_dot(static_cast<int>(k), out + result * columns + column, 0,
-                                   row_of(weights, group.matrix * columns + column), 0, row, 0, 1);
+                                   row_of(weights, group.expert * columns + column), 0, row, 0, 1);
                 }
             }
         }

@@ -57,6 +57,10 @@ struct Weights {
 
     int64_t panels() const;
     int64_t panel_bytes() const { return k / format->length * format->block_bytes; }
+    int64_t bytes() const { return panels() * panel_bytes(); }
+
+    // The matrix of an expert, where those of a mixture lie one after another.
+    Weights of_expert(int64_t number) const { return {kernels, format, k, columns, data + number * bytes()}; }
 };
 
 // ---- attention ----

@@ -86,8 +86,6 @@ def run_passes(parent: Connection, log: Path, path: Path, tokens: list[int], ker
     with log.open("w", encoding="utf-8") as errors:
         os.dup2(errors.fileno(), 2)
     if kernel == "off":
-        # The parent's library has switched it off, here too (specserve_use in library.cpp).
-        os.environ["GGML_CPU_TILED_MM"] = "1"
         kernels.use("off")
     else:
         use_all_formats(kernel)

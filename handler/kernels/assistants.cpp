@@ -38,7 +38,8 @@ void Work::compute(int64_t number, float * first, int64_t row_stride) const {
     const int64_t begin = number * piece;
     const int64_t end = std::min(activations.weights().panels(), begin + piece);
     // A kernel adds the column of its panel.
-    activations.multiply(begin, end, [](int64_t panel) { return panel; }, first - number * columns(), row_stride);
+    activations.multiply(begin, end, [](int64_t panel) { return panel; },
+                         [&](int64_t row) { return first - number * columns() + row * row_stride; });
 }
 
 Assistants & Assistants::all() {

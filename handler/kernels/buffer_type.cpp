@@ -1,9 +1,9 @@
 // A buffer type for weights: the way by which llama.cpp comes to these kernels.
 //
 // When a model is loaded, llama.cpp asks the CPU backend's extra buffer types, in order, whether they support the
-// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products: the weight is then
-// allocated here, packed once in set_tensor if its format has kernels, and every product with it comes to
-// graph_product.cpp.
+// operation that a weight is for. Ours, which library.cpp puts first, says yes to matrix products, also with several
+// experts' matrices: the weight is then allocated here, packed once in set_tensor if its format has kernels, and every
+// product with it comes to graph_product.cpp.
 
 #include <sys/mman.h>
 
@@ -30,7 +30,7 @@ constexpr size_t kHugePage = size_t{1} << 21;  // bytes
 // The format of a weight if it can be packed, null if not; a matrix of one column counts, too.
 const Format * format_of(const ggml_tensor * weights) {
     const Format * format = library().kernels->format_of(weights->type);
-    const bool fits = format != nullptr && ggml_n_dims(weights) <= 2 && ggml_is_contiguous(weights) &&
+    const bool fits = format != nullptr && ggml_n_dims(weights) <= 3 && ggml_is_contiguous(weights) &&
                       weights->ne[0] % format->length == 0;
     return fits ? format : nullptr;
 }
@@ -38,7 +38,7 @@ const Format * format_of(const ggml_tensor * weights) {
 // Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own.
 bool takes(const ggml_tensor * weights) {
     const Format * format = format_of(weights);
-    return format == nullptr ? library().formats != 0 && ggml_n_dims(weights) <= 2
+    return format == nullptr ? library().formats != 0
                              : (library().formats >> (format - library().kernels->formats) & 1) != 0;
 }
 
@@ -60,7 +60,8 @@ struct Memory {
 class Extra : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
         // A weight without data is a question of the loader's; one with data was taken. A view of it would have no panels.
-        return op->op == GGML_OP_MUL_MAT && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
+        const bool is_product = op->op == GGML_OP_MUL_MAT_ID || (op->op == GGML_OP_MUL_MAT && ggml_is_matrix(op->src[0]));
+        return is_product && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
                (op->src[0]->data != nullptr || takes(op->src[0])) && op->src[1]->type == GGML_TYPE_F32 &&
                (op->src[1]->buffer == nullptr || ggml_backend_buffer_is_host(op->src[1]->buffer));
     }
@@ -73,11 +74,11 @@ class Extra : public ggml::cpu::extra_buffer_type {
         switch (op->op) {
             case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
             case GGML_OP_MUL_MAT:
+            case GGML_OP_MUL_MAT_ID:
                 if (!is_ours(op->src[0])) {
                     return leave(kLeftProduct);
                 }
                 return format_of(op->src[0]) != nullptr ? &product() : &plain_product();
-            case GGML_OP_MUL_MAT_ID: return leave(kLeftFormat << op->src[0]->type);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);
             default: return nullptr;
         }
@@ -113,13 +114,16 @@ void pack(ggml_tensor * tensor, const uint8_t * source) {
         return;
     }
     const Weights weights = described(tensor);
-    const int64_t growth = weights.panels() * weights.panel_bytes() - static_cast<int64_t>(ggml_nbytes(tensor));
+    const int64_t growth = tensor->ne[2] * weights.bytes() - static_cast<int64_t>(ggml_nbytes(tensor));
     static_cast<Memory *>(tensor->buffer->context)->growth += growth;
     library().growth += growth;
     const auto threads = static_cast<int64_t>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
     const auto share = [&](int64_t t) {
-        weights.format->pack(weights, source, weights.panels() * t / threads, weights.panels() * (t + 1) / threads,
-                             static_cast<uint8_t *>(tensor->data));
+        for (int64_t expert = 0; expert < tensor->ne[2]; expert++) {
+            weights.format->pack(weights, source + static_cast<size_t>(expert) * tensor->nb[2], weights.panels() * t / threads,
+                                 weights.panels() * (t + 1) / threads,
+                                 static_cast<uint8_t *>(tensor->data) + expert * weights.bytes());
+        }
     };
     std::vector<std::thread> others;
     int64_t started = 1;
@@ -186,7 +190,7 @@ size_t packed_bytes(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
         return ggml_nbytes(tensor);
     }
     const Weights weights{library().kernels, format, tensor->ne[0], tensor->ne[1], nullptr};
-    return static_cast<size_t>(weights.panels() * weights.panel_bytes());
+    return static_cast<size_t>(tensor->ne[2] * weights.bytes());
 }
 
 }  // namespace

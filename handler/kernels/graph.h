@@ -13,10 +13,11 @@ inline uint8_t * aligned(void * memory) {
     return bytes + (kAlignment - reinterpret_cast<uintptr_t>(bytes) % kAlignment) % kAlignment;
 }
 
-// A weight of the buffer type.
+// A weight of the buffer type; in a mixture of experts that of the first one.
 Weights described(const ggml_tensor *);
 
-// A matrix product with such a weight, and with one in GGUF's own layout by ggml's dot products (graph_product.cpp).
+// A matrix product with such a weight, also of experts, and with one in GGUF's own layout by ggml's dot products
+// (graph_product.cpp).
 ggml::cpu::tensor_traits & product();
 ggml::cpu::tensor_traits & plain_product();
 

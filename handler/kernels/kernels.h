@@ -13,6 +13,8 @@ namespace specserve {
 struct Kernels;
 struct Weights;
 
+constexpr int kMostRows = 16;  // of a tile, in any variant
+
 // Rows of activations, quantised to 8 bits: a tile of up to `max_tile` rows that are multiplied together.
 //
 // The rows of a tile are interleaved block by block (block 0 of row 0, block 0 of row 1, ...), so that a kernel walks
@@ -37,8 +39,8 @@ struct Format {
     // Quantise blocks [first, last) of a row of floats into row `row` of a tile.
     void (*quantise)(const float * source, int64_t first, int64_t last, const Tile &, int row);
 
-    // Multiply a tile by a panel: out[row * stride + column].
-    void (*multiply)(const Weights &, int64_t panel, const Tile &, float * out, int64_t stride);
+    // Multiply a tile by a panel: out[row][column].
+    void (*multiply)(const Weights &, int64_t panel, const Tile &, float * const * out);
 };
 
 // A weight matrix, packed for the kernels: `columns` output features of `k` weights each.
@@ -55,6 +57,10 @@ struct Weights {
 
     int64_t panels() const;
     int64_t panel_bytes() const { return k / format->length * format->block_bytes; }
+    int64_t bytes() const { return panels() * panel_bytes(); }
+
+    // The matrix of an expert, where those of a mixture lie one after another.
+    Weights of_expert(int64_t number) const { return {kernels, format, k, columns, data + number * bytes()}; }
 };
 
 // ---- attention ----

@@ -4,7 +4,6 @@
 #include "cache.h"
 #include "library.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <string_view>
@@ -64,8 +63,6 @@ EXPORT const char * specserve_use(const char * variant) {
         return nullptr;
     }
     library().kernels = kernels;
-    // Else ggml's products with several experts' weights have another kernel for eight rows and more.
-    setenv("GGML_CPU_TILED_MM", "0", 1);
     auto & types = ggml_backend_cpu_get_extra_buffer_types();
     if (types.empty() || types.front() != buffer_type()) {
         types.insert(types.begin(), buffer_type());
@@ -103,9 +100,10 @@ EXPORT const char * specserve_type(int type) { return ggml_type_name(static_cast
 
 // See ProductCase in library.h; by the variant in use, and by the format's number.
 EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t columns, const uint8_t * weights, int pieces,
-                                    int64_t rows, const float * x, int threads, int repeats, float * out) {
-    return run_product({ours != 0, library().kernels->formats + format, k, columns, rows, weights, pieces, x}, threads,
-                       repeats, out);
+                                    int64_t rows, const float * x, const int32_t * chosen, int64_t experts, int64_t used,
+                                    int64_t inputs, int threads, int repeats, float * out) {
+    return run_product({ours != 0, library().kernels->formats + format, k, columns, rows, weights, pieces, x, chosen,
+                        experts, used, inputs}, threads, repeats, out);
 }
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 

@@ -42,9 +42,13 @@ struct ProductCase {
     const uint8_t * weights;  // in GGUF's layout
     int pieces;               // in which they are written
     const float * x;          // [rows][k]
+    // Of a mixture, whose weights are [experts][columns][k]: numbers of experts [rows][used], and `inputs`, 1 or `used`,
+    // rows of x for each of them. Else null and ones.
+    const int32_t * chosen;
+    int64_t experts, used, inputs;
 };
 
-// Writes [rows][columns]; returns the seconds of the fastest of some repetitions, infinite ones if it failed or did not
+// Writes [rows][used][columns]; returns the seconds of the fastest of some repetitions, infinite ones if it failed or did not
 // come to these kernels.
 double run_product(const ProductCase &, int threads, int repeats, float * out);
 

@@ -78,7 +78,7 @@ template <class F> void quantise(const float * source, int64_t first, int64_t la
 }
 
 template <class F, int rows>
-void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
+void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * const * out) {
     const int64_t column = panel * kLanes;
     Sums<rows> sums;
     UNROLL
@@ -86,7 +86,7 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
         sums[r] = zero();
         // Another thread has read what lies here: its copy is withdrawn while the sums are computed (8 rows of a 3B
         // take 46 ms so where cores share no cache, 47 without).
-        __builtin_prefetch(out + r * stride + column, 1);
+        __builtin_prefetch(out[r] + column, 1);
     }
     Activations x{tile.values, tile.scales, tile.sums};
     for_blocks<F>(w.k / F::length, w.data + panel * w.panel_bytes(), [&](const uint8_t * weights, const uint8_t * side) {
@@ -97,7 +97,7 @@ void multiply_tile(const Weights & w, int64_t panel, const Tile & tile, float * 
     });
     UNROLL
     for (int r = 0; r < rows; r++) {
-        store(out + r * stride + column, sums[r], w.columns - column);
+        store(out[r] + column, sums[r], w.columns - column);
     }
 }
 
@@ -110,8 +110,10 @@ template <class F, int rows = 1> constexpr auto tile_function(int wanted) {
     }
 }
 
-template <class F> void multiply(const Weights & w, int64_t panel, const Tile & tile, float * out, int64_t stride) {
-    tile_function<F>(tile.rows)(w, panel, tile, out, stride);
+static_assert(kMaxTile <= kMostRows);
+
+template <class F> void multiply(const Weights & w, int64_t panel, const Tile & tile, float * const * out) {
+    tile_function<F>(tile.rows)(w, panel, tile, out);
 }
 
 template <class F>

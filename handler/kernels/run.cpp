@@ -27,39 +27,51 @@ using Backend = std::unique_ptr<ggml_backend, Destroy<ggml_backend_free>>;
 
 Context context() { return Context(ggml_init({64 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true})); }
 
+ggml_tensor * weights_of(const ProductCase & given, ggml_context * context) {
+    return ggml_new_tensor_3d(context, given.format->type, given.k, given.columns, given.experts);
+}
+
+ggml_tensor * product_of(const ProductCase & given, ggml_tensor * weights, ggml_context * context) {
+    if (given.chosen == nullptr) {
+        return ggml_mul_mat(context, weights, ggml_new_tensor_2d(context, GGML_TYPE_F32, given.k, given.rows));
+    }
+    ggml_tensor * x = ggml_new_tensor_3d(context, GGML_TYPE_F32, given.k, given.inputs, given.rows);
+    return ggml_mul_mat_id(context, weights, x, ggml_new_tensor_2d(context, GGML_TYPE_I32, given.used, given.rows));
+}
+
 // Where ggml itself would put these weights: into the first of its own extra buffer types that takes them, or as they
 // are.
-ggml_backend_buffer_type_t stock_buffer_type(ggml_type of, int64_t k, int64_t columns) {
+ggml_backend_buffer_type_t stock_buffer_type(const ProductCase & given) {
     const ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     for (const ggml_backend_buffer_type_t type : ggml_backend_cpu_get_extra_buffer_types()) {
         if (type == buffer_type()) {
             continue;
         }
         const Context scratch = context();
-        ggml_tensor * weights = ggml_new_tensor_2d(scratch.get(), of, k, columns);
-        ggml_tensor * x = ggml_new_tensor_2d(scratch.get(), GGML_TYPE_F32, k, 1);
+        ggml_tensor * weights = weights_of(given, scratch.get());
         const Buffer empty(ggml_backend_buft_alloc_buffer(type, 0));
         weights->buffer = empty.get();
-        if (ggml_backend_dev_supports_op(cpu, ggml_mul_mat(scratch.get(), weights, x))) {
+        if (ggml_backend_dev_supports_op(cpu, product_of(given, weights, scratch.get()))) {
             return type;
         }
     }
     return ggml_backend_cpu_buffer_type();
 }
 
-// Computes a graph by the CPU backend, once and some repetitions; `set` writes its inputs, `out` receives the result.
+// Computes a graph by the CPU backend, once and some repetitions; `set` writes the inputs of the run with so many after it,
+// `out` receives the last result.
 // Returns the seconds of the fastest repetition, which neighbours on the machine disturbed least, or of the first run if
 // there is none; infinite ones if the backend failed.
-double compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats, const std::function<void()> & set,
-               float * out) {
+double compute(ggml_context * tensors, ggml_tensor * result, int threads, int repeats,
+               const std::function<void(int)> & set, float * out) {
     ggml_cgraph * graph = ggml_new_graph(tensors);
     ggml_build_forward_expand(graph, result);
     const Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(tensors, ggml_backend_cpu_buffer_type()));
-    set();
     const Backend backend(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
     ggml_backend_cpu_set_n_threads(backend.get(), threads);
     double fastest = INFINITY;
     for (int i = 0; i <= repeats; i++) {
+        set(repeats - i);
         const auto begin = std::chrono::steady_clock::now();
         if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
             return INFINITY;
@@ -76,17 +88,25 @@ double compute(ggml_context * tensors, ggml_tensor * result, int threads, int re
 double run_product(const ProductCase & given, int threads, int repeats, float * out) {
     const Context weight_context = context();
     const Context context_of_rows = context();
-    const ggml_type type = given.format->type;
-    ggml_tensor * weights = ggml_new_tensor_2d(weight_context.get(), type, given.k, given.columns);
+    ggml_tensor * weights = weights_of(given, weight_context.get());
     const Buffer weight_buffer(ggml_backend_alloc_ctx_tensors_from_buft(
-        weight_context.get(), given.ours ? buffer_type() : stock_buffer_type(type, given.k, given.columns)));
+        weight_context.get(), given.ours ? buffer_type() : stock_buffer_type(given)));
     for (size_t piece = 0, size = ggml_nbytes(weights), n = static_cast<size_t>(given.pieces); piece < n; piece++) {
         const size_t begin = size * piece / n;
         ggml_backend_tensor_set(weights, given.weights + begin, begin, size * (piece + 1) / n - begin);
     }
-    ggml_tensor * activations = ggml_new_tensor_2d(context_of_rows.get(), GGML_TYPE_F32, given.k, given.rows);
-    ggml_tensor * product = ggml_mul_mat(context_of_rows.get(), weights, activations);
-    const auto set = [&] { ggml_backend_tensor_set(activations, given.x, 0, ggml_nbytes(activations)); };
+    ggml_tensor * product = product_of(given, weights, context_of_rows.get());
+    const auto set = [&](int left) {
+        ggml_backend_tensor_set(product->src[1], given.x, 0, ggml_nbytes(product->src[1]));
+        if (given.chosen != nullptr) {
+            // Others in every run, since a layer's experts are seldom in a cache.
+            std::vector<int32_t> experts(given.chosen, given.chosen + given.rows * given.used);
+            for (int32_t & expert : experts) {
+                expert = static_cast<int32_t>((expert + left * given.used) % given.experts);
+            }
+            ggml_backend_tensor_set(product->src[2], experts.data(), 0, ggml_nbytes(product->src[2]));
+        }
+    };
     const int64_t before = library().products.load();
     const double seconds = compute(context_of_rows.get(), product, threads, repeats, set, out);
     return given.ours && library().products.load() == before ? INFINITY : seconds;
@@ -122,7 +142,7 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
     cache.begin_pass(given.positions, given.cells, nullptr);
     const int64_t before = library().attentions.load();
     Cache * current = std::exchange(library().cache, &cache);
-    compute(tensors.get(), mean, threads, 0, [&] {
+    compute(tensors.get(), mean, threads, 0, [&](int) {
         const auto set = [](ggml_tensor * to, const void * from) { ggml_backend_tensor_set(to, from, 0, ggml_nbytes(to)); };
         set(queries, given.queries);
         set(sources[0], given.keys);

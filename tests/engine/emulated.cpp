@@ -8,7 +8,8 @@ extern "C" {
 const char * specserve_use(const char *);
 const char * specserve_format(int);
 int specserve_max_tile();
-double specserve_run_product(int, int, int64_t, int64_t, const uint8_t *, int, int64_t, const float *, int, int, float *);
+double specserve_run_product(int, int, int64_t, int64_t, const uint8_t *, int, int64_t, const float *, const int32_t *, int64_t,
+                             int64_t, int64_t, int, int, float *);
 int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, float, const float *, const float *, const float *,
                      const int32_t *, const uint16_t *, int, int, float *);
 double dot_peak(int, const char *);  // of benchmarks/roof.cpp
@@ -21,7 +22,7 @@ enum What : int32_t { kUse, kFormat, kMaxTile, kProduct, kAttend, kDotPeak };
 struct Call {
     int32_t what;
     float scale;
-    int64_t n[8];
+    int64_t n[11];
     int64_t bytes[6];  // of buffers, which follow; the last one's are sent back
 };
 
@@ -50,7 +51,9 @@ int main() {
             case kMaxTile: result = specserve_max_tile(); break;
             case kProduct:
                 result = specserve_run_product(integer(0), integer(1), call.n[2], call.n[3], buffers[0].data(), integer(4),
-                                               call.n[5], floats(1), integer(6), integer(7), floats(5));
+                                               call.n[5], floats(1),
+                                               buffers[2].empty() ? nullptr : static_cast<const int32_t *>(at(2)),
+                                               call.n[6], call.n[7], call.n[8], integer(9), integer(10), floats(5));
                 break;
             case kAttend:
                 result = specserve_attend(call.n[0], call.n[1], call.n[2], call.n[3], call.n[4], call.scale, floats(0),

@@ -77,11 +77,13 @@ class EmulatedLibrary:
         return int(self._call(2)[0])
 
     def specserve_run_product(self, *arguments: Any) -> float:
-        ours, number, k, columns, weights, pieces, rows, x, threads, repeats, out = arguments
+        ours, number, k, columns, weights, pieces, rows, x, *of_experts, threads, repeats, out = arguments
+        chosen, experts, used, inputs = of_experts
         length, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.specserve_format(number).decode().upper()]]
-        inputs = [ctypes.string_at(weights, columns * k // length * size), ctypes.string_at(x, 4 * rows * k)]
-        numbers = ours, number, k, columns, pieces, rows, threads, repeats
-        seconds, result = self._call(3, *numbers, inputs=inputs, output=4 * rows * columns)
+        sizes = experts * columns * k // length * size, 4 * rows * inputs * k, 4 * rows * used
+        sent = list(map(ctypes.string_at, (weights, x, chosen), sizes[: 2 if chosen is None else 3]))
+        numbers = ours, number, k, columns, pieces, rows, experts, used, inputs, threads, repeats
+        seconds, result = self._call(3, *numbers, inputs=sent, output=4 * rows * used * columns)
         ctypes.memmove(out, result, len(result))
         return seconds
 
@@ -106,8 +108,8 @@ class EmulatedLibrary:
     ) -> tuple[float, bytes]:
         """As `Call` of emulated.cpp; returns the result, and the bytes of the output."""
         buffers = (inputs or []) + [b""] * (5 - len(inputs or [])) + [bytes(output)]
-        padded = (*numbers, *[0] * (8 - len(numbers)))
-        call = struct.pack("=if8q6q", what, scale, *padded, *map(len, buffers))
+        padded = (*numbers, *[0] * (11 - len(numbers)))
+        call = struct.pack("=if11q6q", what, scale, *padded, *map(len, buffers))
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(call + b"".join(buffers))

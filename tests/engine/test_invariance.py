@@ -78,17 +78,22 @@ def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_c
 def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_the_whole_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """IQ4_XS, in rows of 256 weights, has no kernel of specserve's, and is exact all the same."""
+    """IQ4_XS, in rows of 256 weights, has no kernel of specserve's, and is exact all the same; so are experts."""
     # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
     monkeypatch.setattr(kernel_trial, "run", dict)
-    modes: list[tuple[str, kernels.Mode, str]] = [
-        ("q4_0", "auto", "exact: true: a row has the same bits in any pass: {} repeat exactly"),
-        ("iq4_xs", "auto", "exact: true: a row has the same bits in any pass: {} repeat exactly"),
-        ("q4_0", "off", "exact: false: llama.cpp's kernels compute matrix products and attention: {} may differ"),
+    exact = "exact: true: a row has the same bits in any pass: {} repeat exactly"
+    modes: list[tuple[str, kernels.Mode, int, str]] = [
+        ("q4_0", "auto", 0, exact),
+        ("q4_k", "auto", 4, exact),
+        ("iq4_xs", "auto", 0, exact),
+        ("iq4_xs", "auto", 4, exact),
+        ("q4_0", "off", 0, "exact: false: llama.cpp's kernels compute matrix products and attention: {} may differ"),
     ]
-    for form, mode, sentence in modes:
+    for form, mode, experts, sentence in modes:
         caplog.clear()
-        target = ModelConfig(path=tiny_model(tmp_path, form, WIDTH=256, FEED_FORWARD=512))
+        architecture = "llama" if experts else "qwen2"
+        path = tiny_model(tmp_path, form, architecture, WIDTH=256, FEED_FORWARD=512, EXPERTS=experts)
+        target = ModelConfig(path=path)
         sizes: dict[str, Any] = {"sequences": 3, "context_length": 512, "threads": 1}
         with caplog.at_level("INFO"):
             models = load_models(HandlerConfig(model_id="tiny", kernels=mode, target=target, **sizes))
@@ -97,3 +102,4 @@ def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_
         assert (record.levelname == "WARNING") == (mode == "off")
         left = f"{form}.gguf: llama.cpp's own kernels compute products of IQ4_XS weights of this model"
         assert (left in caplog.text) == (form == "iq4_xs")
+        assert caplog.text.count("llama.cpp's own kernels compute") == (form == "iq4_xs" or mode == "off")

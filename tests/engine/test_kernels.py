@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,30 @@ def test_product_rows_have_the_same_bits_for_any_rows_tiles_threads_and_pieces(n
             found, _ = product(name, blocks, x[:rows], threads=1 + rows % 3, pieces=(1, 2, 7)[rows % 3])
             assert np.array_equal(found, alone[:rows])
         assert np.array_equal(product(name, blocks[17:], x[:5])[0], alone[:5, 17:])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_a_mixture_have_the_bits_of_each_experts_own(name: str) -> None:
+    """Expert 0 computes no row, expert 5 all, also where all experts of a row share its activations."""
+    blocks, random = quantised(name, numbers(16, 6 * 41, 512)).reshape(6, 41, -1), np.random.default_rng(17)
+    chosen = np.argsort(random.random((40, 4)), axis=1)[:, :3].astype(np.int32) + 1
+    chosen[np.arange(40), random.integers(3, size=40)] = 5
+    for _ in variants():
+        for inputs in (1, 3):
+            x = numbers(18, 40, inputs, 512)
+            taken = chosen, np.arange(40)[:, None], np.arange(3) % inputs
+
+            def of_chosen(products: list[NDArray[Any]], taken: Any = taken, inputs: int = inputs) -> NDArray[Any]:
+                found: NDArray[Any] = np.reshape(products, (6, 40, inputs, 41))[taken]
+                return found
+
+            flat = x.reshape(-1, 512)
+            expected = of_chosen([product(name, expert, flat)[0] for expert in blocks])
+            assert max(errors(expected, of_chosen([exact(name, expert, flat) for expert in blocks]))) < 0.06
+            for rows in range(1, 41):
+                for threads in (1, 2, 5):
+                    found, _ = product(name, blocks, x[:rows], chosen[:rows], threads=threads, pieces=1 + rows % 3)
+                    assert np.array_equal(found, expected[:rows]), (rows, threads)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -292,6 +317,7 @@ for variant in variants():
                 x[0, :3] = np.inf, -np.inf, np.nan
                 for threads in (1, 2):
                     product(name, blocks, x, threads=threads, pieces=1 + rows % 3)
+                    product(name, np.stack([blocks] * 3), x, np.tile(np.int32([2, 0]), (rows, 1)), threads=threads)
     for size in (16, 48, 128, 256):
         for lengths in ((1,), (64, 1), (300, 33), (257,) * 33):
             case = conversations(0, lengths, size=size, key_heads=2, shared=3)

@@ -25,9 +25,11 @@ class Machine(MeasuredEngine):
     def __init__(self, noise: float = 0.0, slot_length: int = 4096) -> None:
         super().__init__()
         self.now, self.slot_length = 0.0, slot_length
+        self.batches: list[list[Row]] = []
         self._noise, self._random = noise, np.random.default_rng(1)
 
     def forward(self, rows: list[Row]) -> FloatArray:
+        self.batches.append(rows)
         noise = 1 + self._random.uniform(-self._noise, self._noise)
         self.now += noise * true_cost(len(rows), self.kv_len([0])) + (20.0 if self.passes % 7 == 6 else 0.0)
         return super().forward(rows)
@@ -59,6 +61,15 @@ def test_a_stepwise_cost_is_found_despite_delayed_passes() -> None:
     table = measure(machine, machine.clock)
     assert table.kv_len == (64, 1024)
     assert PassCosts(table).seconds(16, 1024) == pytest.approx(true_cost(16, 1024), rel=0.1)
+
+
+def test_rows_of_a_timed_pass_have_different_tokens() -> None:
+    """In a mixture of experts equal ones would share their experts, and more rows would seem to cost nothing."""
+    machine = Machine()
+    measure(machine, machine.clock)
+    timed = [rows for rows in machine.batches if len(rows) <= machine.width]
+    assert max(map(len, timed)) == 32
+    assert all(len({row.token for row in rows}) == len(rows) for rows in timed)
 
 
 def test_lengths_are_those_that_a_slot_has_room_for() -> None:

@@ -32,7 +32,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "left": (_LONG, []),
     "type": (_TEXT, [_INT]),
     "max_tile": (_INT, []),
-    "run_product": (ctypes.c_double, [_INT, _INT, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _INT, _INT, _POINTER]),
+    "run_product": (
+        ctypes.c_double,
+        [_INT, _INT, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, *[_LONG] * 3, _INT, _INT, _POINTER],
+    ),
     "attend": (_INT, [*[_LONG] * 5, ctypes.c_float, *[_POINTER] * 5, _INT, _INT, _POINTER]),
     "new_cache": (_POINTER, []),
     "free_cache": (None, [_POINTER]),

@@ -77,7 +77,7 @@ def _run_in_another_process() -> None:
 def wrong_results() -> dict[str, float]:
     """Return the too large errors of the variant in use, relative to the root mean square: by format, and of attention.
 
-    Products are compared with llama.cpp's, for any number of rows of a tile and two tiles.
+    Products are compared with llama.cpp's, for any number of rows of a tile and two tiles, and of a mixture of experts.
     """
     errors = {name: _product_error(name) for name in formats()}
     wrong = {name: error for name, error in errors.items() if error > _MAX_ERROR}
@@ -86,15 +86,18 @@ def wrong_results() -> dict[str, float]:
 
 def _product_error(name: str) -> float:
     random, blocks, errors = np.random.default_rng(0), _weights(name, 768, 35), []
+    experts = np.stack([blocks, blocks[::-1], np.roll(blocks, 1, axis=0)])
     for rows in range(1, library().specserve_max_tile() + 2):
         # 8 bits hold them without rounding, whether 32 or 256 share a scale.
         x = random.integers(-127, 128, (rows, 768)).astype(np.float32)
         x[:, ::32] = 127
         # In half precision llama.cpp sums up to 32 of a row.
         x *= 2.0 ** np.arange(rows)[:, None] / 2**12
-        ours, theirs = (product(name, blocks, x, threads=2, ours=ours)[0] for ours in (True, False))
-        scale = np.sqrt(np.mean(theirs**2, axis=1, keepdims=True))
-        errors.append(float(np.nan_to_num(np.abs(ours - theirs) / scale, nan=np.inf).max()))
+        chosen = np.argsort(random.random((rows, 3)), axis=1)[:, :2].astype(np.int32)
+        for arguments in ((blocks, x), (experts, x, chosen)):
+            ours, theirs = (product(name, *arguments, threads=2, ours=ours)[0] for ours in (True, False))
+            scale = np.sqrt(np.mean(theirs**2, axis=-1, keepdims=True))
+            errors.append(float(np.nan_to_num(np.abs(ours - theirs) / scale, nan=np.inf).max()))
     return max(errors)
 
 
@@ -155,8 +158,9 @@ def formats() -> tuple[str, ...]:
 
 def product(
     name: str,
-    blocks: NDArray[np.uint8],  # [columns, bytes]
-    x: FloatArray,  # [rows, k]
+    blocks: NDArray[np.uint8],  # [columns, bytes], or of experts [experts, columns, bytes]
+    x: FloatArray,  # [rows, k], or [rows, experts of a row, k]
+    chosen: NDArray[np.int32] | None = None,  # [rows, experts of a row]
     *,
     threads: int = 1,
     ours: bool = True,
@@ -165,13 +169,16 @@ def product(
 ) -> tuple[FloatArray, float]:
     """Multiply by the variant in use, or by llama.cpp's kernels, in a graph.
 
-    Returns the product, shape (rows, columns), and the seconds of the fastest run; infinite ones if it failed.
+    Returns the product, shape (rows, columns) or (rows, experts of a row, columns), and the seconds of the fastest run;
+    infinite ones if it failed.
     """
     x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(blocks)
-    (rows, k), columns = x.shape, len(blocks)
-    out = np.full((rows, columns), np.nan, np.float32)
-    arguments = weights.ctypes.data, pieces, rows, x.ctypes.data, threads, repeats, out.ctypes.data
-    return out, library().specserve_run_product(ours, formats().index(name), k, columns, *arguments)
+    rows, columns = len(x), blocks.shape[-2]
+    ids = None if chosen is None else np.ascontiguousarray(chosen, np.int32)
+    experts = (None, 1, 1, 1) if ids is None else (ids.ctypes.data, len(blocks), ids.shape[1], x[0].size // x.shape[-1])
+    out = np.full((*(x.shape[:1] if ids is None else ids.shape), columns), np.nan, np.float32)
+    arguments = weights.ctypes.data, pieces, rows, x.ctypes.data, *experts, threads, repeats, out.ctypes.data
+    return out, library().specserve_run_product(ours, formats().index(name), x.shape[-1], columns, *arguments)
 
 
 def attend(

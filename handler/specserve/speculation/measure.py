@@ -153,7 +153,7 @@ def _times(
 
 
 def _token(engine: Engine, position: int) -> int:
-    """Any tokens do, as long as they differ."""
+    """Any tokens do, as long as they differ: so do the experts that they use in a mixture."""
     return (17 + 7919 * position) % engine.width
 
 

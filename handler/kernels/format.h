@@ -158,7 +158,8 @@ template <int rows> inline void add_signed(Ints * total, Ints weights, const int
 // 32 weights that take whole bytes, stored too large by kByteBias: register v of them is unpacked(v), and the sums go to
 // add(row, sums).
 template <int rows, typename Unpacked, typename Add>
-[[gnu::always_inline]] inline void for_rows_of_bytes(Unpacked unpacked, const int8_t * activations, const int32_t * starts, Add add) {
+[[gnu::always_inline]] inline void for_rows_of_bytes(Unpacked unpacked, const int8_t * activations, const int32_t * starts,
+                                                     Add add) {
 #ifdef HAS_DOT
     Ints weights[8];
     UNROLL

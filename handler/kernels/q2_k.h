@@ -34,12 +34,14 @@ struct Q2_K {
     template <int rows>
     static inline void multiply(const uint8_t * weights, const uint8_t * side, const Activations & x, Sums<rows> & out) {
         prefetch<rows, side_bytes>(side);
-        Ints total[rows] = {};
+        Ints total[rows];
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            total[r] = zero_ints();
+        }
         for (int pair = 0; pair < 8; pair++) {
             const uint8_t * from = weights + pair / 4 * half_bytes;
-            if (pair % 4 == 0) {
-                prefetch<rows, half_bytes>(from);
-            }
+            prefetch<rows, half_bytes / 4>(weights + pair * half_bytes / 4);
             const auto unpacked = [from, pair](int v) {
                 return bits_and(shifted_right(load(from + v * kVector), 2 * (pair % 4)), all_bytes(3));
             };

@@ -29,7 +29,8 @@ template <class F, int bias> struct Nibbles {
     }
 
     template <int rows>
-    [[gnu::always_inline]] static inline void multiply(const uint8_t * weights, const uint8_t * side, const Activations & x, Sums<rows> & out) {
+    [[gnu::always_inline]] static inline void multiply(const uint8_t * weights, const uint8_t * side, const Activations & x,
+                                                       Sums<rows> & out) {
         prefetch<rows, weight_bytes>(weights);
         prefetch<rows, side_bytes>(side);
         const auto unpacked_here = [weights](int v) { return unpacked(weights, v); };

@@ -172,16 +172,18 @@ def test_mxfp4_has_all_powers_of_two() -> None:
 # By planted fault, a header and what is written in it instead. Several at once are of different formats.
 PLANTED = {
     "biases, signs and minima": [
-        ("q4_0.h", "start_of_32(bytes, 8)", "start_of_32(bytes, 0)"),
-        ("q8_0.h", "_mm256_sign_epi8(four_for_all(activations + 32 * r), weights)",
+        ("q4_0.h", "start_of_32(bytes, bias)", "start_of_32(bytes, 0)"),
+        ("format.h", "_mm256_sign_epi8(four_for_all(activations + 32 * r), weights)",
          "four_for_all(activations + 32 * r)"),
+        ("q2_k.h", "fnma(dmin, to_float(sum), mul(d, to_float(total[r])))", "mul(d, to_float(total[r]))"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
         ("q5_1.h", "fma(sum, d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(sum, d)"),
         ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [
-        ("q4_0.h", "return v < 4 ?", "return v >= 4 ?"),
+        ("q4_0.h", "v < 4 ? low", "v >= 4 ? low"),
+        ("q2_k.h", "2 * (pair % 4)", "2 * (pair % 4 ^ 1)"),
         ("q8_0.h", "spread(block + 2, 8,", "spread(block + 3, 8,"),
         ("q4_k.h", "x.values + j * 32 * rows + 4 * v);", "x.values + j * 32 * rows + 4 * (v ^ 1));"),
         ("q6_k.h", "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
@@ -189,7 +191,9 @@ PLANTED = {
         ("floats.h", "i * kLanes + lane", "i * kLanes + (lane ^ 1)"),
     ],
     "scales": [
-        ("format.h", "mul(d, all(x.scales[r]))", "mul(d, all(x.scales[(r + 1) % rows]))"),
+        ("format.h", "mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
+        ("iq4_xs.h", "widen_signed(side + j * kLanes)", "widen_signed(side + (j ^ 1) * kLanes)"),
+        ("q2_k.h", "2 * which + i % 2", "2 * (1 - which) + i % 2"),
         ("q5_1.h", "all(x.scales[r])", "all(x.scales[(r + 1) % rows])"),
         ("floats.h", "x.sums[i * rows + r]", "x.sums[i * rows + (r + 1) % rows]"),
         ("format.h", "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),

@@ -22,7 +22,8 @@ EXPERTS = {"EXPERTS": 4, **SIZES}
 # Formats of whole files; those that have no kernel are computed by llama.cpp's dot products.
 WITHOUT_KERNEL = ("IQ3_S",)
 CASES = [("qwen2", form, SIZES) for form in (*FORMATS, *WITHOUT_KERNEL)]
-CASES += [("llama", form, EXPERTS) for form in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "MXFP4", "F16", "F32")]
+OF_EXPERTS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS", "MXFP4", "F16", "F32")
+CASES += [("llama", form, EXPERTS) for form in OF_EXPERTS]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")

@@ -178,7 +178,7 @@ PLANTED = {
         ("q2_k.h", "fnma(dmin, to_float(sum), mul(d, to_float(total[r])))", "mul(d, to_float(total[r]))"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
-        ("q5_1.h", "fma(sum, d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(sum, d)"),
+        ("q5_1.h", "fma(to_float(sum), d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(to_float(sum), d)"),
         ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [

@@ -1,4 +1,4 @@
-// What the weight formats are written with. Each is a struct (q4_0.h, q5_1.h, q8_0.h, q4_k.h, q6_k.h, floats.h, transcoded.h):
+// What the weight formats are written with. Each is a struct:
 //
 //   type, length, bytes          ggml's type; the weights of a block, and its bytes in a GGUF file
 //   weight_bytes, side_bytes     of a panel's block: its weights, and the scales that lie before them
@@ -23,6 +23,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "kernels.h"
@@ -88,7 +90,7 @@ template <int rows> using Sums = Floats[rows];
 #ifdef HAS_DOT
 
 // For every row: dot products of `vectors` x 4 weights with its activations, added to start(row) and given to
-// add(row, sum). The dot products of a row wait for each other, so those of kChains rows are interleaved.
+// add(row, sums). The dot products of a row wait for each other, so those of kChains rows are interleaved.
 template <int rows, int vectors, typename Start, typename Add>
 inline void for_rows(const Ints * weights, const int8_t * activations, Start start, Add add) {
     UNROLL
@@ -102,23 +104,14 @@ inline void for_rows(const Ints * weights, const int8_t * activations, Start sta
         dot<vectors>(sums, count, weights, activations + 32 * first);
         UNROLL
         for (int c = 0; c < count; c++) {
-            add(first + c, to_float(sums[c]));
+            add(first + c, sums[c]);
         }
     }
 }
 
-// A block of 32 weights with one scale.
-template <int rows>
-inline void multiply_32(const Ints * weights, const uint8_t * side, const Activations & x, Sums<rows> & out) {
-    const Floats d = halves(side);
-    for_rows<rows, 8>(
-        weights, x.values, [sums = x.sums](int r) { return all(sums[r]); },
-        [d, scales = x.scales, &out](int r, Floats sum) { out[r] = fma(sum, mul(d, all(scales[r])), out[r]); });
-}
-
 #else
 
-// A sum has 16 products of a q4_k, and of a q4_0 less its bias; or 8 of a q5_k or q5_1, and of a q6_k less its bias.
+// A sum has 16 products of a q4_k, and of a q4_0 or mxfp4 less its bias; or 8 of a q5_k or q5_1, and of a q6_k less its bias.
 static_assert(16 * 15 * 127 <= INT16_MAX && 8 * 32 * 127 <= INT16_MAX, "sums of 16 bits would overflow");
 static_assert(2 * 63 * 127 <= INT16_MAX, "vpmaddubsw would saturate");
 
@@ -136,25 +129,69 @@ template <int rows> inline void add_pairs_of_rows(Ints * pairs, Ints weights, co
     }
 }
 
-// Scales of 8 bits, one a lane of 32 bits, times sums of 16 bits.
-template <int rows> inline void add_scaled(Ints * total, Ints scales, const Ints * pairs) {
-    const Ints twice = _mm256_blend_epi16(scales, _mm256_slli_epi32(scales, 16), 0xaa);
+// Scales of 16 bits, each twice in a lane of 32 bits, times sums of 16 bits.
+template <int rows> inline void add_scaled_twice(Ints * total, Ints twice, const Ints * pairs) {
     UNROLL
     for (int r = 0; r < rows; r++) {
         total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(pairs[r], twice));
     }
 }
+template <int rows> inline void add_scaled(Ints * total, Ints scales, const Ints * pairs) {
+    add_scaled_twice<rows>(total, _mm256_blend_epi16(scales, _mm256_slli_epi32(scales, 16), 0xaa), pairs);
+}
 
-// Sums of a block of 32 weights with one scale.
-template <int rows>
-inline void scale_32(const Ints * total, const uint8_t * side, const Activations & x, Sums<rows> & out) {
-    const Floats d = halves(side);
+// Bytes fit into vpmaddubsw only by their magnitude, with the sign moved to the activation, and two products fill 16
+// bits.
+template <int rows> inline void add_signed(Ints * total, Ints weights, const int8_t * activations) {
+    const Ints magnitudes = _mm256_abs_epi8(weights);
     UNROLL
     for (int r = 0; r < rows; r++) {
-        out[r] = fma(to_float(total[r]), mul(d, all(x.scales[r])), out[r]);
+        const Ints signs = _mm256_sign_epi8(four_for_all(activations + 32 * r), weights);
+        const Ints pairs = _mm256_maddubs_epi16(magnitudes, signs);
+        total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(pairs, all_shorts(1)));
+        __asm__("" : "+x"(total[r]));
     }
 }
 
 #endif
+
+// 32 weights that take whole bytes, stored too large by kByteBias: register v of them is unpacked(v), and the sums go to
+// add(row, sums).
+template <int rows, typename Unpacked, typename Add>
+[[gnu::always_inline]] inline void for_rows_of_bytes(Unpacked unpacked, const int8_t * activations, const int32_t * starts,
+                                                     Add add) {
+#ifdef HAS_DOT
+    Ints weights[8];
+    UNROLL
+    for (int v = 0; v < 8; v++) {
+        weights[v] = unpacked(v);
+    }
+    for_rows<rows, 8>(weights, activations, [starts](int r) { return all(starts[r]); }, add);
+#else
+    static_assert(kByteBias == 0);
+    (void) starts;
+    Ints total[rows] = {};
+    UNROLL
+    for (int v = 0; v < 8; v++) {
+        add_signed<rows>(total, unpacked(v), activations + 4 * v);
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+        add(r, total[r]);
+    }
+#endif
+}
+
+// What to do with the sums of a block with one scale.
+template <int rows> inline auto scaled_by(Floats d, const Activations & x, Sums<rows> & out) {
+    return [d, scales = x.scales, &out](int r, Ints sum) { out[r] = fma(to_float(sum), mul(d, all(scales[r])), out[r]); };
+}
+
+// The 16 values of a table, too large by `bias`.
+template <int bias> constexpr std::array<uint8_t, 16> stored(const std::array<int8_t, 16> & values) {
+    std::array<uint8_t, 16> bytes{};
+    std::transform(values.begin(), values.end(), bytes.begin(), [](int x) { return static_cast<uint8_t>(x + bias); });
+    return bytes;
+}
 
 }  // namespace

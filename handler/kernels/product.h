@@ -17,7 +17,8 @@
 #pragma once
 
 #include "floats.h"
-#include "q4_0.h"
+#include "iq4_xs.h"
+#include "q2_k.h"
 #include "q4_k.h"
 #include "transcoded.h"
 
@@ -120,8 +121,9 @@ template <class F>
 constexpr Format kFormat = {F::type, F::length, F::sums, F::weight_bytes + F::side_bytes,
                             pack<F>, quantise<typename F::Kernel>, multiply<typename F::Kernel>};
 
-constexpr Format kFormats[] = {kFormat<Q4_0>,   kFormat<Q8_0>, kFormat<Q4_K>, kFormat<Q6_K>, kFormat<Q5_0>,
-                               kFormat<IQ4_NL>, kFormat<Q3_K>, kFormat<Q5_K>, kFormat<Q4_1>, kFormat<Q5_1>,
-                               kFormat<F32>,    kFormat<F16>,  kFormat<BF16>};
+constexpr Format kFormats[] = {kFormat<Q4_0>,   kFormat<Q8_0>,   kFormat<Q4_K>,  kFormat<Q6_K>, kFormat<Q5_0>,
+                               kFormat<IQ4_NL>, kFormat<Q3_K>,   kFormat<Q5_K>,  kFormat<Q4_1>, kFormat<Q5_1>,
+                               kFormat<Q2_K>,   kFormat<IQ4_XS>, kFormat<MXFP4>, kFormat<F32>,  kFormat<F16>,
+                               kFormat<BF16>};
 
 }  // namespace

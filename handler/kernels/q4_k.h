@@ -103,7 +103,7 @@ template <int bits> struct Q45_K {
             const Floats s = mul(d, to_float(widen_unsigned(scale + j * kLanes)));
             for_rows<rows, 8>(
                 w, x.values + j * 32 * rows, [](int) { return zero_ints(); },
-                [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
+                [&sub, s](int r, Ints sum) { sub[r] = fma(to_float(sum), s, sub[r]); });
         }
 #else
         Ints total[rows] = {};

@@ -43,8 +43,8 @@ struct Q5_1 {
         prefetch<rows, side_bytes>(side);
         const Floats d = halves(side);
         const Floats m = halves(side + 2 * kLanes);
-        const auto finish = [&](int r, Floats sum) {
-            out[r] = fma(fma(sum, d, mul(m, all(static_cast<float>(x.sums[r])))), all(x.scales[r]), out[r]);
+        const auto finish = [&](int r, Ints sum) {
+            out[r] = fma(fma(to_float(sum), d, mul(m, all(static_cast<float>(x.sums[r])))), all(x.scales[r]), out[r]);
         };
 #ifdef HAS_DOT
         Ints w[8];
@@ -65,7 +65,7 @@ struct Q5_1 {
         }
         UNROLL
         for (int r = 0; r < rows; r++) {
-            finish(r, to_float(total[r]));
+            finish(r, total[r]);
         }
 #endif
     }

@@ -95,7 +95,7 @@ struct Q6_K {
                 const int32_t * starts = x.sums + (2 * j + half) * rows;
                 for_rows<rows, 4>(
                     w + 4 * half, x.values + j * 32 * rows + 16 * half, [=](int r) { return all(starts[r]); },
-                    [&sub, s](int r, Floats sum) { sub[r] = fma(sum, s, sub[r]); });
+                    [&sub, s](int r, Ints sum) { sub[r] = fma(to_float(sum), s, sub[r]); });
             }
         }
 #else

@@ -24,6 +24,9 @@ inline Ints bits_and(Ints x, Ints y) { return _mm256_and_si256(x, y); }
 inline Ints bits_or(Ints x, Ints y) { return _mm256_or_si256(x, y); }
 template <int n> inline Ints shift_left(Ints x) { return _mm256_slli_epi16(x, n); }
 template <int n> inline Ints shift_right(Ints x) { return _mm256_srli_epi16(x, n); }
+inline Ints all_16(const void * p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+inline Ints shuffle(Ints x, Ints places) { return _mm256_shuffle_epi8(x, places); }
+inline Ints mul_shorts(Ints x, Ints y) { return _mm256_mullo_epi16(x, y); }
 inline Ints all_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
 
 inline Ints widen_unsigned(const void * p) {
@@ -83,6 +86,7 @@ inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {
 
 constexpr int kMaxTile = 8;  // 16 registers: the sums of 8 rows, one of weights, and what is under way
 constexpr int kByteBias = 0;
+inline Ints unsigned_bytes(Ints x) { return x; }
 inline Ints all_shorts(int16_t x) { return _mm256_set1_epi16(x); }
 
 inline Ints dot_pairs(Ints start, Ints x, int32_t pair) {

@@ -28,6 +28,10 @@ inline Ints bits_and(Ints x, Ints y) { return _mm512_and_si512(x, y); }
 inline Ints bits_or(Ints x, Ints y) { return _mm512_or_si512(x, y); }
 template <int n> inline Ints shift_left(Ints x) { return _mm512_slli_epi16(x, n); }
 template <int n> inline Ints shift_right(Ints x) { return _mm512_srli_epi16(x, n); }
+// 16 bytes for every 16, and every 16 put in another order.
+inline Ints all_16(const void * p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i *>(p))); }
+inline Ints shuffle(Ints x, Ints places) { return _mm512_shuffle_epi8(x, places); }
+inline Ints mul_shorts(Ints x, Ints y) { return _mm512_mullo_epi16(x, y); }
 inline Ints all_bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
 inline Ints unsigned_bytes(Ints x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
 

@@ -33,6 +33,9 @@ inline Ints bits_and(Ints x, Ints y) { return vandq_s32(x, y); }
 inline Ints bits_or(Ints x, Ints y) { return vorrq_s32(x, y); }
 template <int n> inline Ints shift_left(Ints x) { return of_shorts(vshlq_n_u16(shorts_of(x), n)); }
 template <int n> inline Ints shift_right(Ints x) { return of_shorts(vshrq_n_u16(shorts_of(x), n)); }
+inline Ints all_16(const void * p) { return load(p); }
+inline Ints shuffle(Ints x, Ints places) { return of_bytes(vqtbl1q_u8(bytes_of(x), bytes_of(places))); }
+inline Ints mul_shorts(Ints x, Ints y) { return of_shorts(vmulq_u16(shorts_of(x), shorts_of(y))); }
 inline Ints all_bytes(int x) { return of_bytes(vdupq_n_u8(static_cast<uint8_t>(x))); }
 inline Ints unsigned_bytes(Ints x) { return x; }
 

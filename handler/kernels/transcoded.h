@@ -37,22 +37,6 @@ struct Q4_1 : Q5_1 {
     }
 };
 
-// IQ4_NL: as Q4_0, but a nibble is the number of a value.
-struct IQ4_NL : Q8_0 {
-    static constexpr ggml_type type = GGML_TYPE_IQ4_NL;
-    static constexpr int bytes = 18;
-
-    static void pack(const uint8_t * block, uint8_t * weights, uint8_t * side, int lane) {
-        static constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-        uint8_t other[Q8_0::bytes];
-        std::memcpy(other, block, 2);
-        for (int i = 0; i < 32; i++) {
-            other[2 + i] = static_cast<uint8_t>(values[block[2 + i % 16] >> (i < 16 ? 0 : 4) & 0x0f]);
-        }
-        Q8_0::pack(other, weights, side, lane);
-    }
-};
-
 // Q3_K: 32 bytes of upper bits, 64 bytes of lower 2 bits, 12 bytes with 16 scales of 6 bits, d (half); sub-blocks of 16
 // as those of Q6_K; weight = d x (scale - 32) x (3 bits - 4).
 struct Q3_K : Q6_K {

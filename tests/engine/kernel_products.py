@@ -22,9 +22,10 @@ Floats = NDArray[np.float32]
 # The variants that this processor supports, the best one first. Tests name their variant: without a name it is used
 # only if it is faster than llama.cpp's kernels, which depends on what else the machine does.
 SUPPORTED_VARIANTS = [name for name in kernels.VARIANTS if re.search(rf"\b{name}\b", processor())]
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K", "Q5_K", "Q4_1", "Q5_1", "F32", "F16", "BF16")
+FORMATS: tuple[str, ...] = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K", "Q5_K", "Q4_1", "Q5_1")
+FORMATS += ("Q2_K", "IQ4_XS", "MXFP4", "F32", "F16", "BF16")
 # Weights of a block.
-BLOCK = {name: 256 if name.endswith("K") else 32 for name in FORMATS}
+BLOCK = {name: max(32, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0]) for name in FORMATS}
 
 
 # Put the kernels into llama.cpp's list before any test loads a model, after which it does not look again: when tests

@@ -121,9 +121,9 @@ def test_rows_of_other_magnitudes_infinities_and_nan_affect_no_other_row(name: s
             assert np.array_equal(product(name, blocks, poisoned)[0][others], expected[others])
 
 
-# Where a block has numbers of half precision.
-HALVES: dict[str, tuple[int, ...]] = {"Q6_K": (208,), "Q3_K": (108,)}
-HALVES |= dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL"), (0,))
+# Where a block has numbers of half precision, or a power of two.
+HALVES: dict[str, tuple[int, ...]] = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}
+HALVES |= dict.fromkeys(("Q4_0", "Q8_0", "Q5_0", "IQ4_NL", "IQ4_XS", "MXFP4"), (0,))
 HALVES |= dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
 
 
@@ -139,7 +139,7 @@ def with_halves_of(blocks: NDArray[np.uint8], noise: NDArray[np.uint8], name: st
 def test_sums_of_the_largest_weights_and_activations_do_not_overflow(name: str) -> None:
     blocks = quantised(name, numbers(13, 32, 512))
     size = blocks.shape[1] * BLOCK[name] // 512
-    scales = {"Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208)}.get(name, slice(0))
+    scales = {"Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208), "Q2_K": slice(16)}
     x = np.ones((8, 512), np.float32)
     x[1::4] = -1
     x[2::4, ::2] = -1
@@ -148,9 +148,9 @@ def test_sums_of_the_largest_weights_and_activations_do_not_overflow(name: str) 
         largest = np.full_like(blocks, byte)
         with_halves_of(blocks, largest, name)
         for start in range(0, blocks.shape[1], size):
-            largest[:, start : start + size][:, scales] = byte or 0x7F
+            largest[:, start : start + size][:, scales.get(name, slice(0))] = byte or 0x7F
         expected = exact(name, largest, x)
-        assert np.abs(expected).max() > 0 or (name, byte) == ("Q8_0", 0)
+        assert np.abs(expected).max() > 0 or (name, byte) in {("Q8_0", 0), ("MXFP4", 0), ("MXFP4", 0x80)}
         for _ in variants():
             assert np.abs(product(name, largest, x)[0] - expected).max() <= 1e-4 * np.abs(expected).max()
 
@@ -180,19 +180,35 @@ def test_avx_vnni_kernels_are_correct_when_run_by_avx512_instructions(
     assert kernel_trial.wrong_results() == {}
 
 
+def test_mxfp4_has_all_powers_of_two() -> None:
+    """Also those that half precision lacks: a block of each, with activations that 8 bits hold without rounding.
+
+    With the last ones 12 is infinite in single precision.
+    """
+    blocks = np.random.default_rng(16).integers(256, size=(253, 17), dtype=np.uint8)
+    blocks[:, 0] = np.arange(253)
+    x = np.random.default_rng(17).integers(-127, 128, (3, 32)).astype(np.float32)
+    x[:, 0] = 127
+    x /= 2**12  # sums of the largest weights fit
+    for _ in variants():
+        assert np.array_equal(product("MXFP4", blocks, x)[0], exact("MXFP4", blocks, x).astype(np.float32))
+
+
 # By planted fault, a header and what is written in it instead. Several at once are of different formats.
 PLANTED = {
     "biases, signs and minima": [
-        ("q4_0.h", "start_of_32(bytes, 8)", "start_of_32(bytes, 0)"),
-        ("q8_0.h", "_mm256_sign_epi8(four_for_all(activations + 32 * r), weights)",
+        ("q4_0.h", "start_of_32(bytes, bias)", "start_of_32(bytes, 0)"),
+        ("format.h", "_mm256_sign_epi8(four_for_all(activations + 32 * r), weights)",
          "four_for_all(activations + 32 * r)"),
+        ("q2_k.h", "fnma(dmin, to_float(sum), mul(d, to_float(total[r])))", "mul(d, to_float(total[r]))"),
         ("q4_k.h", "fnma(dmin, to_float(sum), sub[r])", "sub[r]"),
         ("q6_k.h", "= start_of_16(bytes, 32)", "= start_of_16(bytes + 2, 32)"),
-        ("q5_1.h", "fma(sum, d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(sum, d)"),
+        ("q5_1.h", "fma(to_float(sum), d, mul(m, all(static_cast<float>(x.sums[r]))))", "mul(to_float(sum), d)"),
         ("floats.h", "add(out[r], sub[r])", "sub[r]"),
     ],
     "places of weights": [
-        ("q4_0.h", "return v < 4 ?", "return v >= 4 ?"),
+        ("q4_0.h", "v < 4 ? low", "v >= 4 ? low"),
+        ("q2_k.h", "2 * (pair % 4)", "2 * (pair % 4 ^ 1)"),
         ("q8_0.h", "spread(block + 2, 8,", "spread(block + 3, 8,"),
         ("q4_k.h", "x.values + j * 32 * rows + 4 * v);", "x.values + j * 32 * rows + 4 * (v ^ 1));"),
         ("q6_k.h", "shift_left<2>(bits) :", "shift_left<4>(bits) :"),
@@ -200,7 +216,9 @@ PLANTED = {
         ("floats.h", "i * kLanes + lane", "i * kLanes + (lane ^ 1)"),
     ],
     "scales": [
-        ("format.h", "mul(d, all(x.scales[r]))", "mul(d, all(x.scales[(r + 1) % rows]))"),
+        ("format.h", "mul(d, all(scales[r]))", "mul(d, all(scales[(r + 1) % rows]))"),
+        ("iq4_xs.h", "widen_signed(side + j * kLanes)", "widen_signed(side + (j ^ 1) * kLanes)"),
+        ("q2_k.h", "2 * which + i % 2", "2 * (1 - which) + i % 2"),
         ("q5_1.h", "all(x.scales[r])", "all(x.scales[(r + 1) % rows])"),
         ("floats.h", "x.sums[i * rows + r]", "x.sums[i * rows + (r + 1) % rows]"),
         ("format.h", "_mm256_slli_epi32(scales, 16), 0xaa", "_mm256_slli_epi32(scales, 16), 0x00"),
@@ -244,12 +262,12 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_pa
     """Also after another engine, for whose model it computed something else.
 
     Heads of eight numbers are fewer than a register holds. For rows of less than 256 weights llama.cpp takes Q4_0 or
-    IQ4_NL in place of Q2_K and IQ4_XS: so some products have a kernel and others have none.
+    IQ4_NL in place of Q2_K and IQ3_S: so some products have a kernel and others have none.
     """
     kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
     small_heads = tiny_model(tmp_path, "q4_0", HEADS=8)
-    half_without = tiny_model(tmp_path, "iq4_xs", FEED_FORWARD=256)
-    for path, left in ((small_heads, (("attention",), ())), (half_without, ((), ("IQ4_XS",)))):
+    half_without = tiny_model(tmp_path, "iq3_s", FEED_FORWARD=256)
+    for path, left in ((small_heads, (("attention",), ())), (half_without, ((), ("IQ3_S",)))):
         assert open_engine(path).left_to_llama_cpp == left
         assert open_engine(tiny).left_to_llama_cpp == ((), ())
     # A row's attention reads its own sequence, or with llama.cpp's kernel all of them.

@@ -8,7 +8,7 @@ import tiny_models
 from specserve.engine.llama_model import write_pure
 
 FORMATS = ("q4_0", "q8_0")
-_KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M"}  # others have their own names
+_KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M", "mxfp4": "MXFP4_MOE"}  # others have their own names
 
 
 def quantise_as(source: Path, target: Path, name: str) -> Path:

@@ -12,11 +12,11 @@ FORMATS = ("q4_0", "q8_0")
 _KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M"}  # others have their own names
 
 
-def quantise_as(source: Path, target: Path, name: str) -> Path:
-    """Write every tensor of a file in one format; returns the target."""
+def quantise_as(source: Path, target: Path, name: str, *, pure: bool = True) -> Path:
+    """Write every tensor of a file in one format, or in llama.cpp's mixture of that name; returns the target."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{_KINDS.get(name, name.upper())}")
-    params.pure = True
+    params.pure = pure
     assert llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0
     return target
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,27 @@ def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_pree
         concurrent = run_concurrently(pair, requests, rng)
         assert [sequence.answer for sequence in concurrent] == alone
         assert any(sequence.preemptions for sequence in concurrent) or cache_tokens == 300
+
+
+def test_a_client_that_leaves_changes_nobodys_text(files: TinyFiles) -> None:
+    """Nor that of the request after it, which gets its slot."""
+    pair = Pair(files.config(HYBRID).model_copy(update={"sequences": 2}))
+    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    prompts = [PROMPT, "def accept(p, q):", PROMPT + " jumps"]
+    alone = [pair.complete(prompt, **fields).sequence.answer for prompt in prompts]
+    for rounds in (1, 8, 30):
+        scheduler = pair.scheduler()
+        stays, leaves, follows = (pair.sequence(prompt, **fields) for prompt in prompts)
+        scheduler.submit(stays)
+        scheduler.submit(leaves)
+        for _ in range(rounds):
+            scheduler.run_round()
+        scheduler.cancel(leaves)
+        scheduler.submit(follows)
+        while scheduler.busy:
+            scheduler.run_round()
+        assert 0 <= len(leaves.answer) < 60
+        assert [stays.answer, leaves.answer, follows.answer] == [alone[0], alone[1][: len(leaves.answer)], alone[2]]
 
 
 def test_only_a_whole_cached_text_is_a_prefix(pair: Pair) -> None:

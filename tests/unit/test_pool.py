@@ -17,7 +17,7 @@ from specserve.errors import ModelLoadError
 GIB = 2**30
 MODELS = {"model_id": "m", "target": {"path": "t.gguf"}}
 # Of Qwen2.5-Coder 1.5B and 0.5B: 28,672 and 12,288 bytes a token in half precision, and 1/32 of that for scales.
-CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256)
+CODER = SimpleNamespace(path=Path("t.gguf"), trained_context=32768, cell_values=28 * 2 * 256, state_values=0)
 CELL = 28672 + 28672 // 32
 SMALL: Any = SimpleNamespace(path=Path("d.gguf"), trained_context=32768, cell_values=24 * 2 * 128)
 
@@ -74,6 +74,12 @@ def test_without_memory_for_one_useful_sequence_nothing_is_served() -> None:
         assert served(enough, **keys)[1] == least
         with pytest.raises(ModelLoadError, match=rf"no memory for a KV cache of {least} tokens: it takes .* are free"):
             served(enough - 1, **keys)
+
+
+def test_states_of_recurrent_layers_count_for_every_sequence() -> None:
+    model: Any = SimpleNamespace(**{**vars(CODER), "state_values": 2**24})
+    fit = fitted(config(sequences=2), model, None, GIB + 2 * 4 * 2**24)
+    assert fit.cache_tokens == served(GIB)[1] < fitted(config(sequences=2), model, None, 8 * GIB).cache_tokens
 
 
 def test_in_8_bits_more_tokens_fit() -> None:

@@ -17,6 +17,8 @@ DRAFT_LENGTH = 2048
 # Bytes of a number in a KV cache. Beside it specserve's attention keeps 4 bytes for each head, and of q8_0 one more for
 # each 32 numbers: 1/16 of a byte a number with heads of 64.
 _VALUE: dict[CacheType, float] = {"f16": 2 + 1 / 16, "q8_0": 34 / 32 + 1 / 16 + 1 / 32}
+# And of one in the state of a recurrent layer.
+_STATE = 4
 # Memory beside weights and KV caches, for the buffers of passes, logits, grammars and Python, in bytes; the worker
 # stays below (tests/real/test_coder_pair.py).
 _REST = 400 * 2**20
@@ -41,10 +43,10 @@ def check_weights(files: Sequence[Path], free: int) -> None:
 
 
 def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:
-    """What a token of the target's KV cache takes, and the draft model's whole cache."""
+    """What a token of the target's KV cache takes, and beside it the draft model's whole cache or recurrent states."""
     per_token = math.ceil(target.cell_values * _VALUE[config.cache_type])
     if draft is None:
-        return per_token, 0
+        return per_token, _STATE * target.state_values * config.sequences
     draft_tokens = config.sequences * min(config.context_length, DRAFT_LENGTH)
     return per_token, math.ceil(draft.cell_values * _VALUE["f16"] * draft_tokens)
 
@@ -52,8 +54,8 @@ def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | N
 def loaded_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> int:
     """The bytes that a worker takes with a `fitted` configuration, beside prefixes in host memory."""
     weights = sum(model.path.stat().st_size for model in (target, draft) if model)
-    per_token, draft_bytes = cache_bytes(config, target, draft)
-    return weights + per_token * config.cache_tokens + draft_bytes + _REST
+    per_token, other_bytes = cache_bytes(config, target, draft)
+    return weights + per_token * config.cache_tokens + other_bytes + _REST
 
 
 def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, free: int) -> HandlerConfig:
@@ -77,11 +79,11 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
     # More than all sequences can hold would never be used.
     wanted = min(max(config.cache_tokens, context_length), config.sequences * context_length)
     least = context_length if "context_length" in given else min(context_length, _LEAST)
-    cell, draft_bytes = cache_bytes(config.model_copy(update={"context_length": context_length}), target, draft)
-    n_cells = min(wanted, int(max(0, free - draft_bytes - _REST) // cell))
+    cell, other_bytes = cache_bytes(config.model_copy(update={"context_length": context_length}), target, draft)
+    n_cells = min(wanted, int(max(0, free - other_bytes - _REST) // cell))
     if n_cells < least:
         raise ModelLoadError(
-            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + draft_bytes)} "
+            f"{target.path}: no memory for a KV cache of {least} tokens: it takes {_mib(least * cell + other_bytes)} "
             f"and the rest of the worker {_mib(_REST)}, but {_mib(free)} are free; give the worker more memory, or "
             "lower `context_length` or `sequences`."
         )
@@ -89,8 +91,8 @@ def fitted(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None, 
         n_cells = max(least, wanted * (_STEPS * n_cells // wanted) // _STEPS)
         sentence = "specserve: the KV cache holds %d tokens instead of %d, since only %s of memory are free"
         logger.warning(sentence, n_cells, wanted, _mib(free))
-    sizes = n_cells, _mib(n_cells * cell), _mib(draft_bytes), _mib(free)
-    logger.info("specserve: the KV cache of %d tokens takes %s, the draft model's %s; %s were free", *sizes)
+    sizes = n_cells, _mib(n_cells * cell), "the draft model's" if draft else "recurrent states", _mib(other_bytes)
+    logger.info("specserve: the KV cache of %d tokens takes %s, %s %s; %s were free", *sizes, _mib(free))
     return config.model_copy(update={"context_length": min(context_length, n_cells), "cache_tokens": n_cells})
 
 

@@ -168,6 +168,23 @@ class LlamaModel:
             heads = [llama_cpp.llama_model_n_head_kv(self.pointer)] * llama_cpp.llama_model_n_layer(self.pointer)
         return max(1, sum(heads) * widths)
 
+    @property
+    def state_values(self) -> int:
+        """How many numbers recurrent layers keep of a sequence, by the file's metadata: at most, for it counts all layers.
+
+        Source: n_embd_r and n_embd_s of llama.cpp's llama-hparams.cpp.
+        """
+
+        def number(key: str) -> int:
+            return int(self._metadata(f"{self._metadata('general.architecture')}.{key}") or 0)
+
+        if not self.recurrent:
+            return 0
+        inner, state = number("ssm.inner_size"), number("ssm.state_size")
+        convolved = max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * state)
+        convolved += max(0, number("shortconv.l_cache") - 1) * llama_cpp.llama_model_n_embd(self.pointer)
+        return int(llama_cpp.llama_model_n_layer(self.pointer)) * (inner * state + convolved)
+
     def _metadata(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(4096)
         length = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))

@@ -39,26 +39,30 @@ def logits(engine: Engine, passes: int) -> FloatArray:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(architecture: str, tmp_path: Path) -> None:
-    path = tiny_family(tmp_path, architecture)
+def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Near in single precision, and most rows only: where two experts are nearly as good, the other one is asked."""
+    quantised, single = tiny_family(tmp_path, architecture), tmp_path / f"{architecture}.gguf"
 
-    def logits_of(mode: Mode) -> FloatArray:
+    def logits_of(path: Path, mode: Mode) -> FloatArray:
         kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
         model = LlamaModel(path)
         assert model.recurrent == (architecture in RECURRENT)
         options: dict[str, Any] = {"n_slots": 2, "context_length": 64, "threads": 2, "max_rows": 64, "max_logits": 64}
         engine = (RecurrentEngine if model.recurrent else LlamaEngine)(model, **options)
         found = logits(engine, 1)
-        if mode == "auto":
+        if path == quantised:
             assert engine.left_to_llama_cpp.exact == (architecture not in INEXACT), engine.left_to_llama_cpp
             assert architecture in INEXACT or np.array_equal(found, logits(engine, ROWS))
         engine.close()
         model.close()
         return found
 
-    ours, theirs = logits_of("auto"), logits_of("off")
-    # Of two experts that are nearly as good, the other one may be asked.
-    assert 0 < np.sqrt(np.mean((ours - theirs) ** 2)) < 0.2 * theirs.std()
+    logits_of(quantised, "auto")
+    ours, theirs = logits_of(single, "auto"), logits_of(single, "off")
+    errors = np.sqrt(np.mean((ours - theirs) ** 2, axis=1))
+    assert 0 < np.median(errors) < 0.005 * theirs.std(), np.median(errors) / theirs.std()
 
 
 @pytest.mark.parametrize("architecture", EXACT)
@@ -68,19 +72,22 @@ def test_texts_with_drafts_are_those_without_beside_another_that_takes_their_roo
     """Sequences begin alike, leave the cache for each other and return."""
     monkeypatch.setattr(admission, "_ANSWER", 8)
     files = {role: ModelConfig(path=tiny_family(tmp_path, architecture, role)) for role in ("target", "draft")}
-    config = TinyFiles(tmp_path).config("qwen2", context_length=100)
-    pair = Pair(config.model_copy(update={**files, "kernels": "auto", "cache_tokens": 110}))
+    config = TinyFiles(tmp_path).config("qwen2", context_length=80)
+    pair = Pair(config.model_copy(update={**files, "kernels": "auto", "cache_tokens": 80}))
     assert pair.models.left.exact
     fields: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
     requests = [fields | {"prompt": f"The quick brown {animal}"} for animal in ("fox", "dog jumps")]
+    preemptions = 0
     plain = [pair.complete(**request, speculation=PLAIN).sequence.answer for request in requests]
     for gamma in (3, 7, 15):
         drafting = [request | {"speculation": fixed_gamma(gamma)} for request in requests]
         found = run_concurrently(pair, drafting, Random(gamma))
         assert [sequence.answer for sequence in found] == plain
-        assert any(sequence.preemptions for sequence in found)
-        drafted, accepted = (sum(getattr(sequence.stats, name) for sequence in found) for name in ("drafted", "accepted"))
+        preemptions += sum(sequence.preemptions for sequence in found)
+        drafted = sum(sequence.stats.drafted for sequence in found)
+        accepted = sum(sequence.stats.accepted for sequence in found)
         assert drafted == 0 if architecture in RECURRENT else 0 < accepted < drafted
+    assert preemptions > 0
 
 
 @pytest.mark.parametrize("architecture", [name for name in EXACT if name not in RECURRENT])

@@ -1,4 +1,4 @@
-"""Tiny models of any architecture: a table of hyperparameters, and random weights for the tensors that llama.cpp asks for."""
+"""Tiny models of any architecture: a table of hyperparameters, random weights for the tensors that llama.cpp reads."""
 
 import ctypes
 import math
@@ -76,15 +76,16 @@ LATENT: Keys = {
     "attention.kv_lora_rank": 64,
     "attention.q_lora_rank": 64,
 }
-ALTUP: Keys = {"altup.num_inputs": 4, "altup.active_idx": 0, "block_count": 22}
-ALTUP["attention.sliding_window_pattern"] = [True, False] * 11
 
-DENSE = "qwen2 qwen3 llama phi3 mistral3 smollm3 olmo2 minicpm granite glm4 command-r ernie4_5 hunyuan-dense seed_oss"
+DENSE = ["qwen2", "qwen3", "llama", "phi3", "mistral3", "smollm3", "olmo2", "minicpm", "granite", "glm4", "command-r"]
+DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss"]
+MIXTURES = ("qwen2moe", "qwen3moe", "glm4moe", "granitemoe", "ernie4_5-moe", "bailingmoe2", "minimax-m2")
 FAMILIES: dict[str, Keys] = {
-    **dict.fromkeys(DENSE.split(), {}),
-    **dict.fromkeys(("gemma3", "gemma4", "cohere2", "exaone4"), WINDOW),
+    **{name: {} for name in DENSE},
+    **dict.fromkeys(("gemma3", "cohere2", "exaone4"), WINDOW),
+    "gemma4": WINDOW | {"attention.shared_kv_layers": 2},
     "llama4": WINDOW | EXPERTS | {"attention.chunk_size": 32},
-    **dict.fromkeys("qwen2moe qwen3moe glm4moe granitemoe ernie4_5-moe bailingmoe2 minimax-m2".split(), EXPERTS),
+    **dict.fromkeys(MIXTURES, EXPERTS),
     "olmoe": EXPERTS | {"attention.head_count_kv": 4},
     **dict.fromkeys(("lfm2", "granitehybrid"), HYBRID),
     "nemotron_h": HYBRID | {"feed_forward_length": [0, 0, 0, 256], "attention.head_count_kv": [0, 2, 0, 0]},
@@ -94,7 +95,7 @@ FAMILIES: dict[str, Keys] = {
     "qwen3next": DELTA | EXPERTS,
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
     "gpt-oss": WINDOW | EXPERTS,
-    "gemma3n": WINDOW | ALTUP,
+    "gemma3n": WINDOW | {"altup.num_inputs": 4, "altup.active_idx": 0},
     "deepseek2": EXPERTS | LATENT,
     "bitnet": {},
 }
@@ -113,17 +114,17 @@ class _Parameters(ctypes.Structure):
 
 
 def tiny_family(directory: Path, architecture: str, role: str = "target") -> Path:
-    """Write a `target` or its `draft`, in the mixture of formats that llama.cpp names Q4_K_M."""
+    """Write a `target` or its `draft`, in the mixture of formats that llama.cpp names Q4_K_M; beside it one in F32."""
     single = directory / f"{architecture}.gguf"
     _write(single, architecture, {})
-    _write(single, architecture, _weights(architecture, _shapes(single), DRIFT if role == "draft" else 0.0))
+    _write(single, architecture, _weights(_shapes(single), DRIFT if role == "draft" else 0.0))
     return quantise_as(single, directory / f"{architecture}-{role}.gguf", "q4_k_m", pure=False)
 
 
 def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     writer = GGUFWriter(path, architecture)
     writer.add_file_type(LlamaFileType.ALL_F32)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for name, value in (COMMON | FAMILIES[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
     write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
@@ -136,13 +137,13 @@ def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """By name, all tensors that llama.cpp reads of a model with a file's hyperparameters, also those that may be missing."""
+    """By name, the tensors that llama.cpp reads of a model with these hyperparameters, the optional ones, too."""
     base = ctypes.CDLL("libggml-base.so.0")
     base.gguf_init_from_file.restype, base.gguf_free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
     shapes: dict[str, tuple[int, ...]] = {}
 
-    @llama_cpp.llama_model_set_tensor_data_t
+    @llama_cpp.llama_model_set_tensor_data_t  # type: ignore[untyped-decorator]
     def note(tensor: int, _: object) -> None:
         sizes, name = list(_Tensor.from_address(tensor).ne), base.ggml_get_name(tensor).decode()
         while len(sizes) > 1 and sizes[-1] == 1:
@@ -159,7 +160,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _weights(architecture: str, shapes: dict[str, tuple[int, ...]], drift: float) -> dict[str, Array]:
+def _weights(shapes: dict[str, tuple[int, ...]], drift: float) -> dict[str, Array]:
     """Random weights; a draft's are the target's with `drift` of noise."""
     shared, noise = np.random.default_rng(0), np.random.default_rng(1)
     tensors = {}

@@ -170,7 +170,7 @@ class LlamaModel:
 
     @property
     def state_values(self) -> int:
-        """How many numbers recurrent layers keep of a sequence, by the file's metadata: at most, for it counts all layers.
+        """How many numbers recurrent layers keep of a sequence, by the file's metadata: at most, as if all layers were.
 
         Source: n_embd_r and n_embd_s of llama.cpp's llama-hparams.cpp.
         """
@@ -183,7 +183,7 @@ class LlamaModel:
         inner, state = number("ssm.inner_size"), number("ssm.state_size")
         convolved = max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * state)
         convolved += max(0, number("shortconv.l_cache") - 1) * llama_cpp.llama_model_n_embd(self.pointer)
-        return int(llama_cpp.llama_model_n_layer(self.pointer)) * (inner * state + convolved)
+        return int(llama_cpp.llama_model_n_layer(self.pointer) * (inner * state + convolved))
 
     def _metadata(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(4096)

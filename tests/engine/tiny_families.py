@@ -124,7 +124,8 @@ def tiny_family(directory: Path, architecture: str, role: str = "target") -> Pat
 def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     writer = GGUFWriter(path, architecture)
     writer.add_file_type(LlamaFileType.ALL_F32)
-    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+    add[float] = writer.add_float32
     for name, value in (COMMON | FAMILIES[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
     write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
@@ -174,7 +175,8 @@ def _weights(shapes: dict[str, tuple[int, ...]], drift: float) -> dict[str, Arra
         elif len(shape) == 1:
             tensors[name] = normal * (0.05 if name.endswith("bias") else 1.0)
         else:
-            gains = dict.fromkeys(("token_embd.weight", "output.weight"), SHARPNESS)
+            # A large embedding that is also the output layer would make every token follow itself.
+            gains = {"token_embd.weight": SHARPNESS if "output.weight" in shapes else 0.1, "output.weight": SHARPNESS}
             tensors[name] = normal * (gains.get(name, 1.0) / math.sqrt(shape[-1]))
     # Answers are as long as they may be: the control tokens are the last ones.
     tensors["output.weight" if "output.weight" in tensors else "token_embd.weight"][-6:] *= 0.1

@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -25,7 +26,7 @@ from tiny_families import FAMILIES, tiny_family
 pytestmark = [needs_kernels, pytest.mark.long]
 
 INEXACT = ("gemma3n", "deepseek2", "bitnet")
-RECURRENT = [name for name, keys in FAMILIES.items() if "ssm.conv_kernel" in keys]
+RECURRENT = [name for name, keys in FAMILIES.items() if {"ssm.conv_kernel", "shortconv.l_cache"} & keys.keys()]
 EXACT = [name for name in FAMILIES if name not in INEXACT]
 ROWS = 40
 
@@ -55,6 +56,9 @@ def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(
         if path == quantised:
             assert engine.left_to_llama_cpp.exact == (architecture not in INEXACT), engine.left_to_llama_cpp
             assert architecture in INEXACT or np.array_equal(found, logits(engine, ROWS))
+            if model.recurrent:
+                size = llama_cpp.llama_state_seq_get_size(engine._context, 0) - 2 * ROWS * model.cell_values
+                assert 0.9 * size < 4 * model.state_values < 3 * size
         engine.close()
         model.close()
         return found

@@ -61,7 +61,6 @@ RECURRENT: Keys = {
     "ssm.state_size": 64,
     "ssm.time_step_rank": 8,
     "ssm.group_count": 1,
-    "shortconv.l_cache": 3,
     "full_attention_interval": 4,
     "rope.dimension_sections": [11, 11, 10, 0],
 }
@@ -87,7 +86,8 @@ FAMILIES: dict[str, Keys] = {
     "llama4": WINDOW | EXPERTS | {"attention.chunk_size": 32},
     **dict.fromkeys(MIXTURES, EXPERTS),
     "olmoe": EXPERTS | {"attention.head_count_kv": 4},
-    **dict.fromkeys(("lfm2", "granitehybrid"), HYBRID),
+    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]},
+    "granitehybrid": HYBRID,
     "nemotron_h": HYBRID | {"feed_forward_length": [0, 0, 0, 256], "attention.head_count_kv": [0, 2, 0, 0]},
     "falcon-h1": RECURRENT,
     "mamba2": RECURRENT | {"attention.head_count": 0},

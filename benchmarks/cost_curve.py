@@ -34,7 +34,7 @@ from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.engine import base, kernels
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, write_pure
+from specserve.engine.llama_model import LlamaModel, quantise
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 from specserve.weights.models import fetch, requantise
@@ -255,7 +255,7 @@ def in_all_formats(directory: Path) -> Iterator[Path]:
     published, _ = forms_of_the_target()
     for file_type in FILE_TYPES:
         file = directory / f"{file_type}.gguf"
-        if not write_pure(published, file, file_type):
+        if not quantise(published, file, file_type):
             raise EnvironmentFailure(f"{published}: cannot be requantised as {file_type}.")
         yield file
         file.unlink()

@@ -64,6 +64,14 @@ inline float exp2_of_negative(float x) {
     return lanes[0];
 }
 
+// The score softcap * tanh(s / softcap), times log2 e as x and the result are.
+inline Floats capped(Floats x, float softcap) {
+    const Floats factor = all(-2 / softcap);
+    const Floats p = exp2_of_negative(mul(max(sub(zero(), x), zero()), factor));
+    const Floats n = exp2_of_negative(mul(max(x, zero()), factor));
+    return mul(divide(sub(p, n), add(p, n)), all(softcap * kLog2E));
+}
+
 // ---- numbers to 16 bits ----
 
 inline float sum_of_squares(const float * x, int64_t size) {
@@ -356,8 +364,9 @@ template <class Before> inline void pair_values(const Block & block, int64_t wid
 }
 
 // Scores of a block, minus infinity for what a row does not see; returns nothing but `most`, the largest of each query.
+template <bool is_capped>
 inline void score(const AttentionScratch & scratch, const Block & keys, int64_t queries, int heads, int block,
-                  const ChunkRow * rows, float * most) {
+                  const ChunkRow * rows, float softcap, float * most) {
     for (int64_t q = 0; q < queries; q++) {
         const uint64_t visible = rows[q / heads].visible[block];
         const Floats scale = all(scratch.query_scales[q]);
@@ -366,7 +375,8 @@ inline void score(const AttentionScratch & scratch, const Block & keys, int64_t 
         for (int i = 0; i < kBlock; i += kLanes) {
             Ints products;
             std::memcpy(&products, scratch.products + q * kBlock + i, sizeof products);
-            const Floats s = where(visible >> i, mul(mul(to_float(products), load_floats(keys.scales + i)), scale));
+            const Floats x = mul(mul(to_float(products), load_floats(keys.scales + i)), scale);
+            const Floats s = where(visible >> i, is_capped ? capped(x, softcap) : x);
             store_floats(scratch.scores + q * kChunk + block * kBlock + i, s);
             largest_yet = max(largest_yet, s);
         }
@@ -441,7 +451,8 @@ void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int head
         turn_keys(keys, width, scratch.panel, when(queries <= kFewQueries, prefetch));
         multiply_all_pairs(scratch.panel, kBlock, width / 2, scratch.queries, queries, width, scratch.products, kBlock,
                            when(queries > kFewQueries, prefetch));
-        score(scratch, keys, queries, heads, block, chunk.rows, most);
+        const auto score_keys = a.softcap == 0 ? score<false> : score<true>;
+        score_keys(scratch, keys, queries, heads, block, chunk.rows, a.softcap, most);
     }
     for (int64_t q = 0; q < queries; q++) {
         results[q][0] = most[q];

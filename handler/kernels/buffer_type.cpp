@@ -13,6 +13,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -35,8 +36,12 @@ const Format * format_of(const ggml_tensor * weights) {
     return fits ? format : nullptr;
 }
 
-// Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own.
+// Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own. The
+// loader also asks for factors of products (`attn_q.scale` in BitNet's files), which are of another operation.
 bool takes(const ggml_tensor * weights) {
+    if (std::string_view(weights->name).ends_with("scale")) {
+        return false;
+    }
     const Format * format = format_of(weights);
     return format == nullptr ? library().formats != 0
                              : (library().formats >> (format - library().kernels->formats) & 1) != 0;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numbers>
 
 #include "cache.h"
 #include "graph.h"
@@ -30,6 +31,8 @@ class Work {
         : cache_(cache), read_(read), op_(op), kernels_(*library().kernels), plan_(*read.plan) {
         const ggml_tensor * q = op->src[0];
         std::memcpy(&attention_.scale, op->op_params, sizeof attention_.scale);
+        std::memcpy(&attention_.softcap, op->op_params + 2, sizeof attention_.softcap);
+        sinks_ = op->src[4] == nullptr ? nullptr : static_cast<const float *>(op->src[4]->data);
         attention_.size = q->ne[0];
         attention_.queries = static_cast<const char *>(q->data);
         attention_.query_stride = q->nb[2];
@@ -117,8 +120,17 @@ class Work {
                           next == nullptr ? nullptr : next->group->cells};
         kernels_.attend(attention_, key_head, chunk, heads, memory, results.data());
         for (int q = 0; plan_.chunks() == 1 && q < unit.n_rows * heads; q++) {
-            kernels_.finish(results[static_cast<size_t>(q)], attention_.size, out(rows[q / heads], head + q % heads));
+            finish(results[static_cast<size_t>(q)], rows[q / heads], head + q % heads);
         }
+    }
+
+    // A sink (gpt-oss) is a position's score without a value: the last that is added, however rows are divided.
+    void finish(float * total, int64_t row, int64_t head) const {
+        if (sinks_ != nullptr) {
+            const float sink[2 + kMaxHeadSize] = {sinks_[head] * std::numbers::log2e_v<float>, 1};
+            kernels_.merge(total, sink, attention_.size);
+        }
+        kernels_.finish(total, attention_.size, out(row, head));
     }
 
     void merge(int64_t row, int64_t head) const {
@@ -132,7 +144,7 @@ class Work {
                 kernels_.merge(total, result(row, head, chunk), attention_.size);
             }
         }
-        kernels_.finish(total, attention_.size, out(row, head));
+        finish(total, row, head);
     }
 
     void attend_to_all(int64_t begin, int64_t end, int64_t key_head, int first, int heads, uint8_t * memory) const {
@@ -171,7 +183,7 @@ class Work {
             }
         }
         for (int q = 0; q < queries; q++) {
-            kernels_.finish(totals + q * floats_, attention_.size, out(begin + q / heads, head + q % heads));
+            finish(totals + q * floats_, begin + q / heads, head + q % heads);
         }
     }
 
@@ -181,6 +193,7 @@ class Work {
     const Kernels & kernels_;
     const Plan & plan_;
     Attention attention_{};
+    const float * sinks_;  // [head]; null: none
     int64_t heads_;
     int64_t key_heads_;
     int64_t floats_;
@@ -244,15 +257,13 @@ bool attends(const ggml_tensor * op) {
     const ggml_tensor * v = op->src[2];
     const ggml_tensor * mask = op->src[3];
     float max_bias;
-    float softcap;
     std::memcpy(&max_bias, op->op_params + 1, sizeof max_bias);
-    std::memcpy(&softcap, op->op_params + 2, sizeof softcap);
     const auto fits = [](const ggml_tensor * t) {
         return (t->type == GGML_TYPE_F16 && t->ne[0] % 16 == 0) || (t->type == GGML_TYPE_Q8_0 && t->ne[0] % kTogether == 0);
     };
     return library().cache != nullptr && q->type == GGML_TYPE_F32 && fits(k) && fits(v) && mask != nullptr &&
-           mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 && op->src[4] == nullptr && max_bias == 0 && softcap == 0 &&
-           q->ne[3] == 1 && k->ne[3] == 1 && k->ne[0] == v->ne[0] && k->ne[0] <= kMaxHeadSize &&
+           mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 && max_bias == 0 && q->ne[3] == 1 &&
+           k->ne[3] == 1 && k->ne[0] == v->ne[0] && k->ne[0] <= kMaxHeadSize &&
            k->view_src != nullptr && v->view_src != nullptr && k->view_src != v->view_src && q->nb[0] == 4 &&
            q->ne[2] % k->ne[2] == 0 && q->ne[2] / k->ne[2] <= kMaxHeads;
 }

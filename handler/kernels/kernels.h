@@ -98,6 +98,7 @@ struct Attention {
     Stored values;
     int64_t size;  // of a head, a multiple of 16
     float scale;
+    float softcap;  // of scores; 0: none
     const char * queries;
     size_t query_stride;      // from one head to the next
     size_t query_row_stride;  // from one row to the next

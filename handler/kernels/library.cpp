@@ -109,10 +109,12 @@ EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 
 // See AttentionCase in library.h; 0 where it did not come to our kernels.
 EXPORT int specserve_attend(int64_t size, int64_t cells, int64_t key_heads, int64_t heads, int64_t rows, float scale,
-                            const float * queries, const float * keys, const float * values, const int32_t * positions,
-                            const uint16_t * mask, int is_8_bit, int threads, float * out) {
-    return run_attention(
-        {size, cells, key_heads, heads, rows, scale, queries, keys, values, positions, mask, is_8_bit != 0}, threads, out);
+                            float softcap, const float * queries, const float * keys, const float * values,
+                            const int32_t * positions, const uint16_t * mask, const float * sinks, int is_8_bit,
+                            int threads, float * out) {
+    return run_attention({size, cells, key_heads, heads, rows, scale, softcap, queries, keys, values, positions, mask,
+                          sinks, is_8_bit != 0},
+                         threads, out);
 }
 
 // The KV cache of a context, for attention of ours; it is freed after the context.

@@ -56,12 +56,13 @@ double run_product(const ProductCase &, int threads, int repeats, float * out);
 // [heads][rows][size], mask [rows][cells], out [rows][heads][size].
 struct AttentionCase {
     int64_t size, cells, key_heads, heads, rows;
-    float scale;
+    float scale, softcap;
     const float * queries;
     const float * keys;
     const float * values;
     const int32_t * positions;  // of cells
     const uint16_t * mask;      // half precision
+    const float * sinks;        // [heads]; null: none
     bool is_8_bit;              // the cache
 };
 

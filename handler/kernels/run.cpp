@@ -131,8 +131,11 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
         seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, given.size, given.key_heads,
                                                            given.cells, head, written->nb[1], 0), 0, 2, 1, 3);
     }
+    ggml_tensor * sinks = given.sinks != nullptr ? tensor(GGML_TYPE_F32, given.heads, 1, 1) : nullptr;
     const auto attended = [&] {
-        return ggml_flash_attn_ext(tensors.get(), queries, seen[0], seen[1], mask, given.scale, 0, 0);
+        ggml_tensor * it = ggml_flash_attn_ext(tensors.get(), queries, seen[0], seen[1], mask, given.scale, 0, given.softcap);
+        ggml_flash_attn_ext_add_sinks(it, sinks);
+        return it;
     };
     // Twice, as layers that share keys and values do; the mean has the same bits.
     ggml_tensor * mean = ggml_scale(tensors.get(), ggml_add(tensors.get(), attended(), attended()), .5F);
@@ -149,6 +152,9 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
         set(sources[1], given.values);
         set(mask, given.mask);
         set(cells, numbers.data());
+        if (sinks != nullptr) {
+            set(sinks, given.sinks);
+        }
     }, out);
     library().cache = current;
     return library().attentions.load() > before;

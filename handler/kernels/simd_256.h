@@ -157,6 +157,7 @@ inline void store_floats(float * p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
 inline Floats sub(Floats x, Floats y) { return _mm256_sub_ps(x, y); }
 inline Floats max(Floats x, Floats y) { return _mm256_max_ps(x, y); }
+inline Floats divide(Floats x, Floats y) { return _mm256_div_ps(x, y); }
 inline float largest(Floats x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));

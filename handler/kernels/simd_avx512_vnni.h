@@ -129,6 +129,7 @@ inline void store_floats(float * p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
 inline Floats sub(Floats x, Floats y) { return _mm512_sub_ps(x, y); }
 inline Floats max(Floats x, Floats y) { return _mm512_max_ps(x, y); }
+inline Floats divide(Floats x, Floats y) { return _mm512_div_ps(x, y); }
 inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
 inline float sum_of_floats(Floats x) { return _mm512_reduce_add_ps(x); }
 inline Ints to_int(Floats x) { return _mm512_cvtps_epi32(x); }

@@ -171,6 +171,7 @@ inline void store_floats(float * p, Floats x) { vst1q_f32(p, x); }
 inline Floats add(Floats x, Floats y) { return vaddq_f32(x, y); }
 inline Floats sub(Floats x, Floats y) { return vsubq_f32(x, y); }
 inline Floats max(Floats x, Floats y) { return vmaxq_f32(x, y); }
+inline Floats divide(Floats x, Floats y) { return vdivq_f32(x, y); }
 inline float largest(Floats x) { return vmaxvq_f32(x); }
 inline float sum_of_floats(Floats x) { return vaddvq_f32(x); }
 inline Ints to_int(Floats x) { return vcvtnq_s32_f32(x); }

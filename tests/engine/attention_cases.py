@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +25,20 @@ class AttentionCase:
     positions: NDArray[np.int32]
     visible: NDArray[np.bool_]
     is_8_bit: bool = False
+    softcap: float = 0
+    sinks: Floats | None = None  # [heads]
 
     def attend(self, *, threads: int = 1) -> Floats:
         """By the variant in use; [rows][heads][size]."""
         inputs = self.queries, self.keys, self.values, self.positions, self.visible
-        found = kernel_trial.attend(*inputs, is_8_bit=self.is_8_bit, threads=threads)
+        options: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "is_8_bit": self.is_8_bit}
+        found = kernel_trial.attend(*inputs, **options, threads=threads)
         assert found is not None
         return found
 
     def exact(self) -> NDArray[np.float64]:
-        return kernel_trial.exact_attention(self.queries, self.keys, self.values, self.visible)
+        inputs = self.queries, self.keys, self.values, self.visible
+        return kernel_trial.exact_attention(*inputs, softcap=self.softcap, sinks=self.sinks)
 
     def error(self, *, threads: int = 1) -> float:
         """Root mean square of the error, relative to that of the result."""

@@ -10,8 +10,8 @@ const char * specserve_format(int);
 int specserve_max_tile();
 double specserve_run_product(int, int, int64_t, int64_t, const uint8_t *, int, int64_t, const float *, const int32_t *, int64_t,
                              int64_t, int64_t, int, int, float *);
-int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, float, const float *, const float *, const float *,
-                     const int32_t *, const uint16_t *, int, int, float *);
+int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const float *, const float *,
+                     const float *, const int32_t *, const uint16_t *, const float *, int, int, float *);
 double dot_peak(int, const char *);  // of benchmarks/roof.cpp
 }
 
@@ -21,9 +21,9 @@ enum What : int32_t { kUse, kFormat, kMaxTile, kProduct, kAttend, kDotPeak };
 
 struct Call {
     int32_t what;
-    float scale;
+    float scale, softcap;
     int64_t n[11];
-    int64_t bytes[6];  // of buffers, which follow; the last one's are sent back
+    int64_t bytes[7];  // of buffers, which follow; the last one's are sent back
 };
 
 }  // namespace
@@ -42,7 +42,7 @@ int main() {
         const auto floats = [&](size_t i) { return static_cast<float *>(at(i)); };
         const auto integer = [&](int i) { return static_cast<int>(call.n[i]); };
         const auto say = [&](const char * name) {
-            std::snprintf(static_cast<char *>(at(5)), buffers[5].size(), "%s", name == nullptr ? "" : name);
+            std::snprintf(static_cast<char *>(at(6)), buffers[6].size(), "%s", name == nullptr ? "" : name);
         };
         double result = 0;
         switch (call.what) {
@@ -53,17 +53,18 @@ int main() {
                 result = specserve_run_product(integer(0), integer(1), call.n[2], call.n[3], buffers[0].data(), integer(4),
                                                call.n[5], floats(1),
                                                buffers[2].empty() ? nullptr : static_cast<const int32_t *>(at(2)),
-                                               call.n[6], call.n[7], call.n[8], integer(9), integer(10), floats(5));
+                                               call.n[6], call.n[7], call.n[8], integer(9), integer(10), floats(6));
                 break;
             case kAttend:
-                result = specserve_attend(call.n[0], call.n[1], call.n[2], call.n[3], call.n[4], call.scale, floats(0),
-                                          floats(1), floats(2), static_cast<const int32_t *>(at(3)),
-                                          static_cast<const uint16_t *>(at(4)), integer(5), integer(6), floats(5));
+                result = specserve_attend(call.n[0], call.n[1], call.n[2], call.n[3], call.n[4], call.scale,
+                                          call.softcap, floats(0), floats(1), floats(2),
+                                          static_cast<const int32_t *>(at(3)), static_cast<const uint16_t *>(at(4)),
+                                          buffers[5].empty() ? nullptr : floats(5), integer(5), integer(6), floats(6));
                 break;
             case kDotPeak: result = dot_peak(1, static_cast<const char *>(at(0))); break;
         }
         std::fwrite(&result, sizeof result, 1, stdout);
-        std::fwrite(buffers[5].data(), 1, buffers[5].size(), stdout);
+        std::fwrite(buffers[6].data(), 1, buffers[6].size(), stdout);
         std::fflush(stdout);
     }
 }

@@ -88,12 +88,12 @@ class EmulatedLibrary:
         return seconds
 
     def specserve_attend(self, *arguments: Any) -> float:
-        size, cells, key_heads, heads, rows, scale, *addresses, is_8_bit, threads, out = arguments
+        size, cells, key_heads, heads, rows, scale, softcap, *addresses, sinks, is_8_bit, threads, out = arguments
         in_cache, result_bytes = 4 * cells * key_heads * size, 4 * rows * heads * size
         sizes = (result_bytes, in_cache, in_cache, 4 * cells, 2 * rows * cells)
-        inputs = list(map(ctypes.string_at, addresses, sizes))
+        inputs = [*map(ctypes.string_at, addresses, sizes), ctypes.string_at(sinks, 4 * heads) if sinks else b""]
         numbers = size, cells, key_heads, heads, rows, is_8_bit, threads
-        came, result = self._call(4, *numbers, scale=scale, inputs=inputs, output=result_bytes)
+        came, result = self._call(4, *numbers, floats=(scale, softcap), inputs=inputs, output=result_bytes)
         ctypes.memmove(out, result, len(result))
         return came
 
@@ -104,12 +104,17 @@ class EmulatedLibrary:
         return self._call(what, *numbers, inputs=inputs, output=16)[1].rstrip(b"\0")
 
     def _call(
-        self, what: int, *numbers: int, scale: float = 0, inputs: list[bytes] | None = None, output: int = 0
+        self,
+        what: int,
+        *numbers: int,
+        floats: tuple[float, float] = (0, 0),
+        inputs: list[bytes] | None = None,
+        output: int = 0,
     ) -> tuple[float, bytes]:
         """As `Call` of emulated.cpp; returns the result, and the bytes of the output."""
-        buffers = (inputs or []) + [b""] * (5 - len(inputs or [])) + [bytes(output)]
+        buffers = (inputs or []) + [b""] * (6 - len(inputs or [])) + [bytes(output)]
         padded = (*numbers, *[0] * (11 - len(numbers)))
-        call = struct.pack("=if11q6q", what, scale, *padded, *map(len, buffers))
+        call = struct.pack("=iff4x11q7q", what, *floats, *padded, *map(len, buffers))
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(call + b"".join(buffers))

@@ -18,7 +18,7 @@ from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Mode
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, write_pure
+from specserve.engine.llama_model import LlamaModel, quantise
 from tiny_models import write_tiny
 
 # No pool: what an answer wrote would be drafted for the next one.
@@ -52,7 +52,7 @@ class TinyFiles:
         if not file.exists():
             single = self._directory / "single.gguf"
             write_tiny(single, architecture, role)
-            assert write_pure(single, file)
+            assert quantise(single, file)
         return file
 
     def config(self, target: str, draft: str | None = None, *, context_length: int = 256) -> HandlerConfig:

@@ -86,10 +86,29 @@ def test_any_rows_scores_and_values_are_exact() -> None:
 
 
 @pytest.mark.usefixtures("variant")
+def test_soft_caps_and_sinks_are_exact() -> None:
+    """A sink below and far above all scores; caps that change nothing, a little, and that level all scores."""
+    for seed, lengths in enumerate(LENGTHS):
+        case = conversations(seed, lengths, key_heads=2, shared=2)
+        for softcap in (0, 0.5, 3, 50):
+            for sink in (None, -9, 0, 3, 200):
+                sinks = None if sink is None else np.array([sink, sink - 1, sink / 2, sink + 1], np.float32)
+                found = replace(case, softcap=softcap, sinks=sinks)
+                if sink == 200:
+                    assert np.abs(found.attend(threads=2)).max() < 1e-30
+                else:
+                    assert found.error(threads=1 + seed % 3) < MAX_ERROR
+    case.visible[1] = False
+    assert not replace(case, sinks=sinks).attend()[1].any()
+
+
+@pytest.mark.usefixtures("variant")
 def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
     """With other rows, sequences and threads, cells in another order; many rows are divided in another way than few."""
     for seed, lengths in enumerate([(40, 200, 300), (1, 64, 65, 256, 257, 700), range(500, 533)] * 2):
         case = replace(conversations(seed, lengths, size=64), is_8_bit=seed > 2)
+        if seed % 2:
+            case = replace(case, softcap=2, sinks=np.linspace(-1, 2, case.queries.shape[1], dtype=np.float32))
         together = case.attend(threads=2)
         for threads in (1, 3):
             assert np.array_equal(together, case.attend(threads=threads))
@@ -136,6 +155,7 @@ PLANTED = {
     "a block counted twice": ("is_first ? mul(product, factor)", "is_first ? mul(add(product, product), factor)"),
     "a neighbour's cell read": ("stored.at(key_head, cells[i])) : zeros", "stored.at(key_head, cells[i] ^ 1)) : zeros"),
     "what is hidden": ("rows[q / heads].visible[block]", "rows[0].visible[block]"),
+    "an uncapped score": ("is_capped ? capped(x, softcap) : x", "x"),
     "the scale of another head": ("stored.scale(key_head, cells[i]) : 0", "stored.scale(0, cells[i]) : 0"),
 }  # fmt: skip
 
@@ -148,7 +168,7 @@ def test_planted_faults_fail_the_trial_and_these_tests(
     for fault, change in PLANTED.items():
         faulty = build_library(fault.replace(" ", "_"), ("attention.h", *change))
         monkeypatch.setattr(kernel_trial, "library", lambda faulty=faulty: faulty)
-        assert last_rows(7, 4, 300).error() > 10 * MAX_ERROR
+        assert replace(last_rows(7, 4, 300), softcap=2).error() > 10 * MAX_ERROR
         assert kernel_trial.wrong_results().keys() == {"attention"}
     monkeypatch.setattr(kernel_library, "library_path", lambda: Path(faulty._name))
     with pytest.raises(Unusable, match=r"wrong results: attention \(an error of"):

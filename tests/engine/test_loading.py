@@ -83,6 +83,24 @@ def test_a_draft_model_that_does_not_fit_beside_the_target_is_left_out(
     assert "Serving goes on without the draft model" in caplog.text
 
 
+def test_a_draft_model_whose_cache_does_not_fit_beside_the_targets_is_left_out(
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the room of its weights and of its cache the target's fits; else nothing is served."""
+    config = files.config("llama")
+    for freed in (2**20, 0):
+        free = chain([2**40, 2**40, 400 * 2**20], repeat(400 * 2**20 + freed))
+        monkeypatch.setattr(loading, "free_memory", lambda free=free: next(free))
+        caplog.clear()
+        if freed:
+            assert Pair(config).models.draft is None
+            assert "no memory for a KV cache of 256 tokens" in caplog.text
+        else:
+            with pytest.raises(ModelLoadError, match="no memory for a KV cache of 256 tokens"):
+                Pair(config)
+        assert ("Serving goes on without the draft model" in caplog.text) == (freed > 0)
+
+
 def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files: TinyFiles, tmp_path: Path) -> None:
     config = files.config("llama")
     missing = ModelConfig(path=tmp_path / "missing.gguf")

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from pairs import KERNELS, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import admission
+from specserve.core.pool import cache_bytes
+from specserve.engine import recurrent
 from specserve.engine.base import Row
 from test_concurrent import random_requests, run_concurrently
 from tiny_models import HYBRID
@@ -89,6 +92,27 @@ def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_pree
         assert any(sequence.preemptions for sequence in concurrent) or cache_tokens == 300
 
 
+def test_a_client_that_leaves_changes_nobodys_text(files: TinyFiles) -> None:
+    """Nor that of the request after it, which gets its slot."""
+    pair = Pair(files.config(HYBRID).model_copy(update={"sequences": 2}))
+    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    prompts = [PROMPT, "def accept(p, q):", PROMPT + " jumps"]
+    alone = [pair.complete(prompt, **fields).sequence.answer for prompt in prompts]
+    for rounds in (1, 8, 30):
+        scheduler = pair.scheduler()
+        stays, leaves, follows = (pair.sequence(prompt, **fields) for prompt in prompts)
+        scheduler.submit(stays)
+        scheduler.submit(leaves)
+        for _ in range(rounds):
+            scheduler.run_round()
+        scheduler.cancel(leaves)
+        scheduler.submit(follows)
+        while scheduler.busy:
+            scheduler.run_round()
+        assert 0 <= len(leaves.answer) < 60
+        assert [stays.answer, leaves.answer, follows.answer] == [alone[0], alone[1][: len(leaves.answer)], alone[2]]
+
+
 def test_only_a_whole_cached_text_is_a_prefix(pair: Pair) -> None:
     fields = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
     scheduler, prompt, sequences = pair.scheduler(), pair.vocabulary.encode(PROMPT), []
@@ -114,6 +138,22 @@ def test_a_slot_that_is_truncated_is_empty_and_a_copy_goes_on_as_its_source(pair
     cache.truncate(1, end)
     assert [cache.length(slot) for slot in (0, 1)] == [end + 1, 0]
     assert cache.check()
+
+
+def test_as_many_states_are_kept_as_their_memory_allows_and_all_are_counted(
+    files: TinyFiles, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = pair.models.target.engine
+    target: Any = pair.vocabulary
+    engine.truncate(0, 0)
+    engine.forward([Row(1, 0, 0, wants_logits=False)])
+    state = engine.state_bytes(0)
+    assert state > 1000
+    assert cache_bytes(pair.config, target, None)[1] == 3 * (1 + 7) * state
+    monkeypatch.setattr(recurrent, "_STATES", 3 * state * 5 // 2)
+    fewer = Pair(files.config(HYBRID)).models
+    assert fewer.target.engine.rollback == 2
+    assert cache_bytes(pair.config, target, None)[1] == 3 * (1 + 2) * state
 
 
 def test_a_grammar_holds(pair: Pair) -> None:

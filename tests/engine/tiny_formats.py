@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from specserve.engine.llama_model import write_pure
+from specserve.engine.llama_model import quantise
 
 FORMATS = ("q4_0", "q8_0")
 _KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M", "mxfp4": "MXFP4_MOE"}  # others have their own names
 
 
-def quantise_as(source: Path, target: Path, name: str) -> Path:
-    """Write every tensor of a file in one format; returns the target."""
-    assert write_pure(source, target, _KINDS.get(name, name.upper()))
+def quantise_as(source: Path, target: Path, name: str, *, pure: bool = True) -> Path:
+    """Write every tensor of a file in one format, or in llama.cpp's mixture of that name; returns the target."""
+    assert quantise(source, target, _KINDS.get(name, name.upper()), pure=pure)
     return target
 
 

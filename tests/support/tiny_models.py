@@ -79,18 +79,15 @@ class _Token(NamedTuple):
 
 def write_tiny(path: Path, architecture: str, role: str) -> None:
     """Write a model: a `target`, its `draft`, one that drafts a `block`, or an `other` with a different vocabulary."""
-    corpus = CORPUS.swapcase() if role == "other" else CORPUS
     tokeniser = TOKENISERS[architecture]
-    merges = _learn_merges(corpus, tokeniser)
-    bytewise = tokeniser != "llama"
-    tokens = _byte_pairs(merges, tokeniser) if bytewise else _sentence_pieces(corpus, merges)
+    tokens, merges = vocabulary(tokeniser, CORPUS.swapcase() if role == "other" else CORPUS)
     weights = _weights(architecture, tokens, DRIFT if role in {"draft", "block"} else 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tiny-") as directory:
         partial = Path(directory) / path.name
         writer = GGUFWriter(partial, architecture)
         _write_hyperparameters(writer, architecture)
-        _write_tokeniser(writer, tokeniser, tokens, merges)
+        write_tokeniser(writer, tokeniser, tokens, merges)
         if role == "block":
             writer.add_mask_token_id(len(tokens) - 1)
             writer.add_uint32("specserve.block_length", 3)
@@ -101,6 +98,12 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
         writer.write_tensors_to_file()
         writer.close()
         partial.replace(path)
+
+
+def vocabulary(tokeniser: str, corpus: str = CORPUS) -> tuple[list[_Token], Merges]:
+    """The tokens of one of `TOKENISERS`, and the merges that lead to them."""
+    merges = _learn_merges(corpus, tokeniser)
+    return (_sentence_pieces(corpus, merges) if tokeniser == "llama" else _byte_pairs(merges, tokeniser)), merges
 
 
 def _learn_merges(corpus: str, architecture: str) -> Merges:
@@ -179,7 +182,7 @@ def _write_hyperparameters(writer: GGUFWriter, architecture: str) -> None:
         writer.add_expert_used_count(2)
 
 
-def _write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
+def write_tokeniser(writer: GGUFWriter, architecture: str, tokens: list[_Token], merges: Merges) -> None:
     """Write the vocabulary, the special tokens and, except for gpt2, the chat template."""
     id_of = {token.name: index for index, token in enumerate(tokens)}
     writer.add_token_list([token.name for token in tokens])

@@ -91,7 +91,7 @@ def load_models(config: HandlerConfig) -> Models:
         if loading:
             with _or_no_draft():
                 draft_model = _able_to_draft(loading.result())
-        config = fitted(config, target_model, draft_model, free_memory())
+        config, draft_model = _fitted(config, target_model, draft_model)
         grammars = GrammarCompiler(target_model)
 
         def check_draft() -> None:
@@ -138,6 +138,21 @@ def _able_to_draft(draft: LlamaModel) -> LlamaModel:
         draft.close()
         raise ModelLoadError(f"{draft.path}: has recurrent layers, which cannot go back over the passes of its drafts.")
     return draft
+
+
+def _fitted(
+    config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None
+) -> tuple[HandlerConfig, LlamaModel | None]:
+    """`fitted`, without the draft model, which is closed, where the target's cache has room only then."""
+    if draft:
+        try:
+            return fitted(config, target, draft, free_memory()), draft
+        except ModelLoadError as error:
+            draft.close()
+            config = fitted(config, target, None, free_memory())
+            logger.error("specserve: %s Serving goes on without the draft model.", error)
+            return config, None
+    return fitted(config, target, None, free_memory()), None
 
 
 @contextmanager

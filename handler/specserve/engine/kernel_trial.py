@@ -110,8 +110,10 @@ def _attention_error() -> float:
         queries = random.normal(size=(rows, 6, 64)).astype(np.float32)
         # Every third cell belongs to another sequence, and the last ones are later than the first rows.
         visible = (cells % 3 != 2) & (cells < 300 - rows + np.arange(rows)[:, None] + 1)
-        found = attend(queries, keys, values, (cells // 3 * 2 + cells % 3).astype(np.int32), visible, threads=2)
-        exact = exact_attention(queries, keys, values, visible)
+        positions = (cells // 3 * 2 + cells % 3).astype(np.int32)
+        softcap, sinks = (2.0, random.normal(size=6).astype(np.float32)) if rows == 5 else (0, None)
+        found = attend(queries, keys, values, positions, visible, softcap=softcap, sinks=sinks, threads=2)
+        exact = exact_attention(queries, keys, values, visible, softcap=softcap, sinks=sinks)
         differences = np.inf if found is None else np.nan_to_num(np.abs(found - exact), nan=np.inf)
         errors.append(float(np.max(differences) / np.sqrt(np.mean(exact**2))))
     return max(errors)
@@ -188,6 +190,8 @@ def attend(
     positions: NDArray[np.int32],  # [cells]
     visible: NDArray[np.bool_],  # [rows, cells]
     *,
+    softcap: float = 0,  # scores are softcap * tanh(score / softcap), as in Gemma 2
+    sinks: FloatArray | None = None,  # [heads]: scores of a position more, which has no value, as in gpt-oss
     is_8_bit: bool = False,
     threads: int = 1,
 ) -> FloatArray | None:
@@ -197,20 +201,32 @@ def attend(
     arrays: list[NDArray[Any]] = [queries.transpose(1, 0, 2), keys, values, positions, mask]
     inputs = [np.ascontiguousarray(array) for array in arrays]
     out = np.full(queries.shape, np.nan, np.float32)
-    addresses = [array.ctypes.data for array in inputs]
-    numbers = size, cells, key_heads, heads, rows, size**-0.5
+    addresses: list[int | None] = [array.ctypes.data for array in inputs]
+    addresses.append(None if sinks is None else sinks.ctypes.data)
+    numbers = size, cells, key_heads, heads, rows, size**-0.5, softcap
     return out if library().specserve_attend(*numbers, *addresses, is_8_bit, threads, out.ctypes.data) else None
 
 
 def exact_attention(
-    queries: FloatArray, keys: FloatArray, values: FloatArray, visible: NDArray[np.bool_]
+    queries: FloatArray,
+    keys: FloatArray,
+    values: FloatArray,
+    visible: NDArray[np.bool_],
+    *,
+    softcap: float = 0,
+    sinks: FloatArray | None = None,
 ) -> NDArray[np.float64]:
     """Return in double precision what `attend` approximates."""
     shared = queries.shape[1] // keys.shape[1]
     k, v = (np.repeat(array.astype(np.float64), shared, axis=1) for array in (keys, values))
-    scores = np.where(visible[:, None, :], np.einsum("rhd,chd->rhc", queries, k) * queries.shape[2] ** -0.5, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    result: NDArray[np.float64] = np.einsum("rhc,chd->rhd", weights / weights.sum(axis=-1, keepdims=True), v)
+    scores = np.einsum("rhd,chd->rhc", queries, k) * queries.shape[2] ** -0.5
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(visible[:, None, :], scores, -np.inf)
+    sink = np.full(queries.shape[1], -np.inf) if sinks is None else sinks
+    most = np.maximum(scores.max(axis=-1), sink)[..., None]
+    weights, of_sinks = np.exp(scores - most), np.exp(sink[:, None] - most)
+    result: NDArray[np.float64] = np.einsum("rhc,chd->rhd", weights / (weights.sum(-1, keepdims=True) + of_sinks), v)
     return result
 
 

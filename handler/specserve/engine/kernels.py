@@ -114,7 +114,7 @@ def left_to_llama_cpp(run: Callable[[], object]) -> Left:
         found.specserve_left()  # forgets earlier passes
     run()
     after, left = calls(), found.specserve_left() if found else 0
-    # The bits of library.h. llama.cpp notes nothing while the library is not in its list of buffer types.
-    parts = enumerate(("matrix products", "attention"))
+    # The bits of library.h. Outside llama.cpp's list of buffer types the library computes and notes nothing.
+    parts, asked = enumerate(("matrix products", "attention")), left or after != before
     formats = (found.specserve_type(bit - 2).decode().upper() for bit in range(2, 64) if found and left >> bit & 1)
-    return Left(tuple(part for bit, part in parts if after[bit] == before[bit] or left >> bit & 1), tuple(formats))
+    return Left(tuple(part for bit, part in parts if not asked or left >> bit & 1), tuple(formats))

@@ -237,11 +237,14 @@ def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
         )
 
 
-def write_pure(source: Path, target: Path, file_type: str = "Q4_0") -> bool:
-    """Requantise every matrix of a GGUF to one format; returns False, with a reason on stderr, if llama.cpp refuses."""
+def quantise(source: Path, target: Path, file_type: str = "Q4_0", *, pure: bool = True) -> bool:
+    """Requantise the matrices of a GGUF, all to one format if `pure`.
+
+    Returns False, with a reason on stderr, if llama.cpp refuses.
+    """
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{file_type}")
-    params.pure = True
+    params.pure = pure
     params.allow_requantize = True
     return bool(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), params) == 0)
 

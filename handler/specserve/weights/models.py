@@ -20,8 +20,8 @@ _SHA256_LENGTH = 64
 _REQUANTISE = """
 import sys
 from pathlib import Path
-from specserve.engine.llama_model import write_pure
-sys.exit(not write_pure(Path(sys.argv[1]), Path(sys.argv[2])))
+from specserve.engine.llama_model import quantise
+sys.exit(not quantise(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 

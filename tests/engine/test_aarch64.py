@@ -111,6 +111,7 @@ def test_products_are_as_on_x86(name: str) -> None:
 def test_attention_is_as_on_x86() -> None:
     test_attention.test_the_8_bit_cache_is_as_exact_as_q8_0()
     test_attention.test_any_rows_scores_and_values_are_exact()
+    test_attention.test_soft_caps_and_sinks_are_exact()
     test_attention.test_a_row_has_the_same_bits_alone_and_in_any_company()
     test_attention.test_sequences_may_share_the_cells_of_a_prefix_and_alternatives_a_position()
     test_attention.test_a_sliding_window_hides_the_positions_before_it_and_a_row_that_sees_nothing_gets_zeros()

@@ -17,6 +17,8 @@ COMPILER, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", QEMU: "qemu-user-static"}
 _SYSTEM = (
     "-GNinja",
+    # CMake would keep the one of the environment that built ggml first.
+    f"-DCMAKE_MAKE_PROGRAM={Path(sys.executable).with_name('ninja')}",
     "-DCMAKE_SYSTEM_NAME=Linux",
     "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
     f"-DCMAKE_CXX_COMPILER={COMPILER}",

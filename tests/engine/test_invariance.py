@@ -78,15 +78,15 @@ def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_c
 def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_the_whole_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """IQ4_XS, in rows of 256 weights, has no kernel of specserve's, and is exact all the same; so are experts."""
+    """IQ3_S, in rows of 256 weights, has no kernel of specserve's, and is exact all the same; so are experts."""
     # Whether the kernels are faster than llama.cpp's depends on what else the machine does.
     monkeypatch.setattr(kernel_trial, "run", dict)
     exact = "exact: true: a row has the same bits in any pass: {} repeat exactly"
     modes: list[tuple[str, kernels.Mode, int, str]] = [
         ("q4_0", "auto", 0, exact),
         ("q4_k", "auto", 4, exact),
-        ("iq4_xs", "auto", 0, exact),
-        ("iq4_xs", "auto", 4, exact),
+        ("iq3_s", "auto", 0, exact),
+        ("iq3_s", "auto", 4, exact),
         ("q4_0", "off", 0, "exact: false: llama.cpp's kernels compute matrix products and attention: {} may differ"),
     ]
     for form, mode, experts, sentence in modes:
@@ -100,6 +100,6 @@ def test_a_server_promises_that_outputs_repeat_where_specserves_kernels_compute_
         assert models.left.sentence.startswith(sentence.format("greedy and seeded outputs"))
         [record] = [record for record in caplog.records if models.left.sentence in record.getMessage()]
         assert (record.levelname == "WARNING") == (mode == "off")
-        left = f"{form}.gguf: llama.cpp's own kernels compute products of IQ4_XS weights of this model"
-        assert (left in caplog.text) == (form == "iq4_xs")
-        assert caplog.text.count("llama.cpp's own kernels compute") == (form == "iq4_xs" or mode == "off")
+        left = f"{form}.gguf: llama.cpp's own kernels compute products of IQ3_S weights of this model"
+        assert (left in caplog.text) == (form == "iq3_s")
+        assert caplog.text.count("llama.cpp's own kernels compute") == (form == "iq3_s" or mode == "off")

@@ -91,8 +91,9 @@ def test_texts_with_drafts_are_those_without_beside_another_that_takes_their_roo
         preemptions += sum(sequence.preemptions for sequence in found)
         drafted = sum(sequence.stats.drafted for sequence in found)
         accepted = sum(sequence.stats.accepted for sequence in found)
-        goes_back = architecture not in RECURRENT or architecture in GO_BACK
-        assert 0 < accepted < drafted if goes_back else drafted == 0
+        assert (drafted > accepted) == (architecture in GO_BACK or architecture not in RECURRENT)
+        # A draft of another architecture seldom guesses right.
+        assert accepted > 0 or architecture in RECURRENT
     assert preemptions > 0
 
 

@@ -200,6 +200,24 @@ def cost_of_a_pass(results: Results) -> list[str]:
     return section("What does a forward pass cost?", answer, table("tokens", titles, columns), results, names)
 
 
+def formats(results: Results) -> list[str]:
+    columns: dict[str, Column] = {}
+    names = on_machines(results, "formats")
+    for name, machine in names.items():
+        times = {
+            (row["file"].removesuffix(".gguf"), row["engine"], row["rows"]): row["ms"] for row in results[name]["rows"]
+        }
+        for file_type, engine, _ in times:
+            one, *more = (times[file_type, engine, rows] for rows in (1, 4, 8))
+            cells = f"{one:.1f} ({', '.join(f'{time / one:.2f}' for time in more)})"
+            columns.setdefault(f"{engine}, {machine}", {})[file_type.removesuffix("_S")] = cells
+    answer = (
+        "Milliseconds of a token on the 1.5B in each format of weights, and in brackets how many times as long four "
+        "and eight tokens take, with llama.cpp's kernels and with ours."
+    )
+    return section("What do other formats cost?", answer, table("", own_titles(columns), columns), results, names)
+
+
 def other_engines(results: Results) -> list[str]:
     columns: dict[str, Column] = {}
     engines = ("specserve", "llama-server", "ik_llama.cpp")
@@ -341,6 +359,7 @@ QUESTIONS = (
     several_clients,
     mixed_lengths,
     cost_of_a_pass,
+    formats,
     other_engines,
     long_prompts,
     perplexity,

@@ -11,7 +11,7 @@ from gguf import GGUFWriter, LlamaFileType
 from numpy.typing import NDArray
 
 from tiny_formats import quantise_as
-from tiny_models import DRIFT, SHARPNESS, vocabulary, write_tokeniser
+from tiny_models import DRIFT, SHARPNESS, vocabulary, write_tensors, write_tokeniser
 
 Keys = dict[str, Any]
 Array = NDArray[np.float32]
@@ -129,12 +129,7 @@ def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     for name, value in (COMMON | FAMILIES[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
     write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
-    for name, values in tensors.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors)
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
@@ -91,13 +92,18 @@ def write_tiny(path: Path, architecture: str, role: str) -> None:
         if role == "block":
             writer.add_mask_token_id(len(tokens) - 1)
             writer.add_uint32("specserve.block_length", 3)
-        for name, values in weights.items():
-            writer.add_tensor(name, values)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_tensors(writer, weights)
         partial.replace(path)
+
+
+def write_tensors(writer: GGUFWriter, tensors: Mapping[str, NDArray[np.float32]]) -> None:
+    """Write what the writer was given, and these tensors, and close it."""
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def vocabulary(tokeniser: str, corpus: str = CORPUS) -> tuple[list[_Token], Merges]:

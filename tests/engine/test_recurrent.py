@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import admission
 from specserve.core.pool import cache_bytes
-from specserve.engine import kernels, recurrent
+from specserve.engine import recurrent
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
 from specserve.engine.recurrent import RecurrentEngine
@@ -23,6 +22,9 @@ from specserve.errors import EngineError
 from test_concurrent import random_requests, run_concurrently
 from tiny_models import HYBRID, WIDTH
 
+needs_our_kernels = pytest.mark.skipif(
+    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
+)
 PROMPT = "The quick brown fox"
 SLOTS, LENGTH, STATES, TOKENS = 5, 64, 3, 200
 
@@ -101,17 +103,15 @@ def pair(files: TinyFiles) -> Pair:
     return Pair(files.config(HYBRID, "qwen2"))
 
 
-@needs_kernels
-def test_several_sequences_in_a_pass_have_the_logits_of_each_alone(files: TinyFiles) -> None:
+@needs_our_kernels
+def test_several_sequences_in_a_pass_have_the_logits_of_each_alone(pair: Pair) -> None:
     """After any numbers of rows, rejected ones, copies and restarts."""
-    kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-    model = LlamaModel(files.path(HYBRID, "target"))
-    walk = Walk(model, random.Random(5))
+    target: Any = pair.vocabulary
+    walk = Walk(target, random.Random(5))
     for _ in range(400):
         walk.step()
     assert walk.compared > 1000
     walk.close()
-    model.close()
 
 
 def test_a_round_of_sequences_that_decode_without_drafts_is_one_pass(pair: Pair) -> None:
@@ -176,9 +176,7 @@ def test_a_slot_goes_back_within_its_last_pass_once_and_else_is_empty(pair: Pair
     assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 4]
 
 
-@pytest.mark.skipif(
-    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
-)
+@needs_our_kernels
 def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_preempted(
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

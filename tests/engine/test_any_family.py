@@ -17,9 +17,10 @@ from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.kernels import Mode
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from specserve.engine.recurrent import RecurrentEngine
+from specserve.engine.recurrent import RecurrentEngine, cell_values
 from test_cache_walk import Walk
 from test_concurrent import run_concurrently
+from test_recurrent import Walk as RecurrentWalk
 from tiny_families import FAMILIES, tiny_family
 
 pytestmark = [needs_kernels, pytest.mark.long]
@@ -107,5 +108,21 @@ def test_logits_are_those_of_a_fresh_pass_after_any_alternatives_copies_and_trun
     for _ in range(40):
         walk.step()
     assert walk.compared > 80
+    walk.close()
+    model.close()
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_several_recurrent_sequences_in_a_pass_have_the_logits_of_each_alone(architecture: str, tmp_path: Path) -> None:
+    """After any numbers of rows, rejected ones, copies and restarts."""
+    kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
+    model = LlamaModel(tiny_family(tmp_path, architecture))
+    # In one layer of four attention of two heads, all of 64 numbers.
+    attending = {"mamba2": 0, "falcon-h1": 4}.get(architecture, 1)
+    assert cell_values(model) // (2 * 2 * 64) == attending
+    walk = RecurrentWalk(model, Random(5))
+    for _ in range(400):
+        walk.step()
+    assert walk.compared > 1000
     walk.close()
     model.close()

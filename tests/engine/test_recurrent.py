@@ -3,26 +3,127 @@
 import json
 import random
 from typing import Any
+from unittest.mock import patch
 
+import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pairs import KERNELS, Pair, TinyFiles, fixed_gamma
+from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import admission
 from specserve.core.pool import cache_bytes
 from specserve.engine import recurrent
-from specserve.engine.base import Row
+from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama_model import LlamaModel
+from specserve.engine.recurrent import RecurrentEngine
+from specserve.errors import EngineError
 from test_concurrent import random_requests, run_concurrently
-from tiny_models import HYBRID
+from tiny_models import HYBRID, WIDTH
 
+needs_our_kernels = pytest.mark.skipif(
+    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
+)
 PROMPT = "The quick brown fox"
+SLOTS, LENGTH, STATES, TOKENS = 5, 64, 3, 200
+
+
+class Walk:
+    """A walk of an engine through random steps; another engine reads each text anew, in a single pass."""
+
+    def __init__(self, model: LlamaModel, random: random.Random) -> None:
+        options = {"context_length": LENGTH, "threads": 1, "max_rows": LENGTH, "max_logits": LENGTH, "states": STATES}
+        self._random = random
+        self._engine = RecurrentEngine(model, n_slots=SLOTS, **options)
+        self._plain = RecurrentEngine(model, n_slots=1, **options)
+        self._tokens: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.compared = 0
+
+    def close(self) -> None:
+        self._engine.close()
+        self._plain.close()
+
+    def step(self) -> None:
+        """A pass, after which some slots go back; or one goes back later, or leaves; or a copy."""
+        random, slot = self._random, self._random.randrange(SLOTS)
+        action = random.choice(["pass", "pass", "pass", "back", "leave", "copy"])
+        if action == "pass":
+            self._pass()
+        elif action == "copy":
+            source = random.choice([other for other in range(SLOTS) if other != slot])
+            self._engine.copy(source, slot, len(self._tokens[source]))
+            self._tokens[slot] = list(self._tokens[source])
+        else:
+            del self._tokens[slot][random.randint(-STATES, -1) if action == "back" else 0 :]
+            self._engine.truncate(slot, len(self._tokens[slot]))
+        # Where that is not possible, it is emptied.
+        assert self._engine.cached_len(slot) in {0, len(self._tokens[slot])} or action == "pass"
+        del self._tokens[slot][self._engine.cached_len(slot) :]
+
+    def _pass(self) -> None:
+        """Of equal or different numbers of rows, in the order of slots or another."""
+        random = self._random
+        slots, count = random.sample(range(SLOTS), random.randint(1, SLOTS)), random.randint(1, STATES + 2)
+        counts = {slot: random.choice([count, count, 1, random.randint(1, STATES + 2)]) for slot in slots}
+        rows: list[Row] = []
+        for slot in slots:
+            if len(self._tokens[slot]) + counts[slot] > LENGTH:
+                self._tokens[slot] = []
+                self._engine.truncate(slot, 0)
+            start = len(self._tokens[slot])
+            self._tokens[slot] += [random.randrange(TOKENS) for _ in range(counts[slot])]
+            rows += [Row(token, slot, n, random.random() < 0.8) for n, token in enumerate(self._tokens[slot])][start:]
+        if random.random() < 0.3:
+            # As several sequences are interleaved.
+            rows.sort(key=lambda row: row.position)
+        expected = {slot: self._anew(self._tokens[slot]) for slot in slots}
+        wanted = [row for row in rows if row.wants_logits]
+        with patch.object(llama_cpp, "llama_decode", wraps=llama_cpp.llama_decode) as decode:
+            found = self._engine.forward(rows)
+        assert decode.call_count == 1 or len(set(counts.values())) > 1, counts
+        for row, logits in zip(wanted, found, strict=True):
+            assert np.array_equal(logits, expected[row.slot][row.position]), (counts, row)
+            self.compared += 1
+        for slot in slots:
+            back = random.choice([0, 0, 1, random.randint(0, counts[slot])])
+            is_possible = back <= min(self._engine.rollback, counts[slot] - 1)
+            del self._tokens[slot][len(self._tokens[slot]) - back if is_possible else 0 :]
+            self._engine.truncate(slot, self._engine.cached_len(slot) - back)
+            assert self._engine.cached_len(slot) == len(self._tokens[slot]), (counts, slot, back)
+
+    def _anew(self, tokens: list[int]) -> FloatArray:
+        """Logits after each token."""
+        self._plain.truncate(0, 0)
+        return self._plain.forward([Row(token, 0, n, wants_logits=True) for n, token in enumerate(tokens)])
 
 
 @pytest.fixture(scope="module")
 def pair(files: TinyFiles) -> Pair:
     return Pair(files.config(HYBRID, "qwen2"))
+
+
+@needs_our_kernels
+def test_several_sequences_in_a_pass_have_the_logits_of_each_alone(pair: Pair) -> None:
+    """After any numbers of rows, rejected ones, copies and restarts."""
+    target: Any = pair.vocabulary
+    walk = Walk(target, random.Random(5))
+    for _ in range(400):
+        walk.step()
+    assert walk.compared > 1000
+    walk.close()
+
+
+def test_a_round_of_sequences_that_decode_without_drafts_is_one_pass(pair: Pair) -> None:
+    scheduler = pair.scheduler()
+    for prompt in (PROMPT, "def accept(p, q):", PROMPT + " jumps"):
+        scheduler.submit(pair.sequence(prompt, max_tokens=30, temperature=0, ignore_eos=True, speculation=PLAIN))
+    passes = []
+    while scheduler.busy:
+        with patch.object(llama_cpp, "llama_decode", wraps=llama_cpp.llama_decode) as decode:
+            scheduler.run_round()
+        passes.append(decode.call_count)
+    assert passes[-25:] == [1] * 25
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 7, 15])
@@ -75,9 +176,7 @@ def test_a_slot_goes_back_within_its_last_pass_once_and_else_is_empty(pair: Pair
     assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 4]
 
 
-@pytest.mark.skipif(
-    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
-)
+@needs_our_kernels
 def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_preempted(
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +239,20 @@ def test_a_slot_that_is_truncated_is_empty_and_a_copy_goes_on_as_its_source(pair
     assert cache.check()
 
 
+def test_an_engine_that_only_measures_is_closed_if_a_pass_fails(
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise EngineError("It failed.")
+
+    monkeypatch.setattr(RecurrentEngine, "state_bytes", fail)
+    model = LlamaModel(files.path(HYBRID, "target"))
+    with patch.object(llama_cpp, "llama_free", wraps=llama_cpp.llama_free) as free, pytest.raises(EngineError):
+        recurrent.earlier_states(model, 3)
+    assert free.call_count == 1
+    model.close()
+
+
 def test_as_many_states_are_kept_as_their_memory_allows_and_all_are_counted(
     files: TinyFiles, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +262,8 @@ def test_as_many_states_are_kept_as_their_memory_allows_and_all_are_counted(
     engine.forward([Row(1, 0, 0, wants_logits=False)])
     state = engine.state_bytes(0)
     assert state > 100
+    # Keys and values of one layer, with half as many heads; llama.cpp adds each token's position.
+    assert 0 <= recurrent.cell_values(target) - WIDTH <= 16
     assert cache_bytes(pair.config, target, None)[1] == 3 * (1 + 7) * state
     monkeypatch.setattr(recurrent, "_STATES", 3 * state * 5 // 2)
     fewer = Pair(files.config(HYBRID)).models

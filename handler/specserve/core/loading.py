@@ -111,7 +111,10 @@ def load_models(config: HandlerConfig) -> Models:
             before_timing=reading.result,
         )
     if target.rollback is not None:
-        sentence = "specserve: %s: has recurrent layers: at most %d tokens are drafted, and sequences share no passes"
+        sentence = (
+            "specserve: %s: has recurrent layers: at most %d tokens are drafted, and only sequences with equally many "
+            "share a pass"
+        )
         logger.warning(sentence, target_model.path, target.rollback)
     if draft_model and not drafters.model:
         draft_model.close()

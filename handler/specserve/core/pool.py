@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specserve.config import CacheType, HandlerConfig
 from specserve.engine.llama_model import LlamaModel
-from specserve.engine.recurrent import all_states_bytes
+from specserve.engine.recurrent import all_states_bytes, cell_values
 from specserve.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def check_weights(files: Sequence[Path], free: int) -> None:
 
 def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:
     """What a token of the target's KV cache takes; and its recurrent states with the draft model's whole cache."""
-    per_token = math.ceil(target.cell_values * _VALUE[config.cache_type])
+    per_token = math.ceil(cell_values(target) * _VALUE[config.cache_type])
     others = all_states_bytes(target, config.sequences)
     if draft:
         draft_tokens = config.sequences * min(config.context_length, DRAFT_LENGTH)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import threading
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -158,15 +157,15 @@ class LlamaModel:
 
     @property
     def cell_values(self) -> int:
-        """How many numbers a token takes in a KV cache, by the file's metadata: its keys and values in all layers."""
+        """How many numbers a token takes in a KV cache, by the file's metadata: its keys and values in all layers.
+
+        Of a model without recurrent layers (recurrent.py).
+        """
         width = llama_cpp.llama_model_n_embd(self.pointer) // max(1, llama_cpp.llama_model_n_head(self.pointer))
         attention = f"{self._metadata('general.architecture')}.attention"
         widths = sum(int(self._metadata(f"{attention}.{part}_length") or width) for part in ("key", "value"))
-        # One number for all layers or one for each, 0 for a recurrent one.
-        heads = [int(number) for number in re.findall(r"\d+", self._metadata(f"{attention}.head_count_kv"))]
-        if len(heads) < 2:
-            heads = [llama_cpp.llama_model_n_head_kv(self.pointer)] * llama_cpp.llama_model_n_layer(self.pointer)
-        return max(1, sum(heads) * widths)
+        heads = llama_cpp.llama_model_n_head_kv(self.pointer) * llama_cpp.llama_model_n_layer(self.pointer)
+        return max(1, int(heads * widths))
 
     def _metadata(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(4096)

@@ -1,7 +1,9 @@
 """A llama.cpp context of a model with recurrent layers, alone (Mamba 2) or beside attention (Qwen3.5, LFM2)."""
 
+from collections.abc import Iterable
+from contextlib import closing
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 import numpy as np
@@ -19,8 +21,9 @@ class RecurrentEngine(LlamaEngine):
     """An `Engine` whose slots grow, go back within their last pass, or are emptied.
 
     Of a recurrent layer llama.cpp keeps the states after the last tokens of a pass, for some architectures, or the very
-    last one. It divides a batch of several sequences in its own way, which specserve's attention does not follow
-    (handler/kernels/cache.h), so each slot of a pass is computed alone.
+    last one. It divides a batch into parts with the same number of rows of each sequence, which specserve's attention
+    does not follow (handler/kernels/cache.h), so slots with equal numbers of rows are computed together, others one by
+    one.
     """
 
     rollback = 0
@@ -35,14 +38,36 @@ class RecurrentEngine(LlamaEngine):
 
     def forward(self, rows: list[Row]) -> FloatArray:
         self._check(rows)
-        logits = {}
-        for slot in dict.fromkeys(row.slot for row in rows):
-            own = [row for row in rows if row.slot == slot]
-            logits[slot] = iter(super().forward(own).copy())
-            # The state before a pass is not kept.
-            self._removable[slot], self._went_back[slot] = min(self.rollback, len(own) - 1), False
-        wanted = [next(logits[row.slot]) for row in rows if row.wants_logits]
-        return np.array(wanted, np.float32).reshape(-1, self.width)
+        of_slot: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            of_slot.setdefault(row.slot, []).append(index)
+        logits: dict[int, FloatArray] = {}
+        for slots in self._passes({slot: len(own) for slot, own in sorted(of_slot.items())}):
+            # llama.cpp orders them by sequence.
+            ordered = [index for slot in slots for index in of_slot[slot]]
+            found = super().forward([rows[index] for index in ordered]).copy()
+            logits |= zip((index for index in ordered if rows[index].wants_logits), found, strict=True)
+            if len(slots) > 1:
+                self._removable = [0] * self.n_slots  # see `_passes`
+            for slot in slots:
+                # The state before a pass is not kept.
+                self._removable[slot], self._went_back[slot] = min(self.rollback, len(of_slot[slot]) - 1), False
+        return np.array([logits[index] for index in sorted(logits)], np.float32).reshape(-1, self.width)
+
+    def _passes(self, counts: dict[int, int]) -> Iterable[list[int]]:
+        """The slots of each pass, in order; `counts` is their numbers of rows.
+
+        llama.cpp puts the states of a pass's slots side by side. Of a slot that is in the way it moves the last state
+        and loses the earlier ones. So after several rows of several slots all passes are of one, which move nothing.
+        """
+        groups: dict[int, list[int]] = {}
+        for slot, count in counts.items():
+            groups.setdefault(count, []).append(slot)
+        if self.rollback == 0:
+            return groups.values()
+        single, largest = groups.pop(1, []), max(groups.values(), key=len, default=[])
+        others = [[slot] for group in groups.values() if group is not largest for slot in group]
+        return filter(None, (single, largest, *others))
 
     def truncate(self, slot: int, length: int) -> None:
         back = self.cached_len(slot) - length
@@ -60,28 +85,42 @@ class RecurrentEngine(LlamaEngine):
         # They share a state now.
         self._removable[source] = self._removable[destination] = 0
 
-    def state_bytes(self, slot: int) -> int:
-        """The size of the last state of a slot that is not empty."""
-        only_states = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        return int(llama_cpp.llama_state_seq_get_size_ext(self._context, slot, only_states))
+    def state_bytes(self, slot: int, *, flags: int = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) -> int:
+        """The size of the last state of a slot that is not empty; without flags also of its keys and values."""
+        return int(llama_cpp.llama_state_seq_get_size_ext(self._context, slot, flags))
+
+
+class _Sizes(NamedTuple):
+    state: int  # in bytes
+    cell: int  # numbers that a token takes in the KV cache
+    goes_back: bool
 
 
 def earlier_states(model: LlamaModel, n_slots: int) -> int:
     """How many states are kept of each slot beside the last one."""
-    size, goes_back = _state(model) if model.recurrent else (0, False)
-    return min(_ROLLBACK, _STATES // (n_slots * size)) if goes_back else 0
+    if not model.recurrent or not _sizes(model).goes_back:
+        return 0
+    return min(_ROLLBACK, _STATES // (n_slots * _sizes(model).state))
 
 
 def all_states_bytes(model: LlamaModel, n_slots: int) -> int:
     """The size of all states that are kept."""
-    return n_slots * (1 + earlier_states(model, n_slots)) * _state(model)[0] if model.recurrent else 0
+    return n_slots * (1 + earlier_states(model, n_slots)) * _sizes(model).state if model.recurrent else 0
+
+
+def cell_values(model: LlamaModel) -> int:
+    """How many numbers a token takes in the KV cache, in the layers that attend."""
+    return _sizes(model).cell if model.recurrent else model.cell_values
 
 
 @cache
-def _state(model: LlamaModel) -> tuple[int, bool]:
-    """The size of a state, in bytes, and whether its architecture can go back: what no metadata tells."""
+def _sizes(model: LlamaModel) -> _Sizes:
+    """What metadata do not tell of all architectures: which layers are recurrent, llama.cpp may know alone."""
     engine = RecurrentEngine(model, n_slots=1, context_length=64, threads=1, max_rows=64, max_logits=1, states=1)
-    engine.forward([Row(0, 0, 0, wants_logits=False)])
-    size = engine.state_bytes(0)
-    engine.close()
-    return size, engine.rollback > 0
+    with closing(engine):
+        sizes = []
+        for position in range(2):
+            engine.forward([Row(0, 0, position, wants_logits=False)])
+            sizes.append(engine.state_bytes(0, flags=0))
+        # Of two bytes each; Mamba 2 has none.
+        return _Sizes(engine.state_bytes(0), max(1, (sizes[1] - sizes[0]) // 2), engine.rollback > 0)

@@ -80,7 +80,7 @@ LATENT: Keys = {
 }
 
 DENSE = ["qwen2", "qwen3", "llama", "phi3", "mistral3", "smollm3", "olmo2", "minicpm", "granite", "glm4", "command-r"]
-DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss", "gemma", "phi2", "falcon", "stablelm", "starcoder2", "internlm2"]
+DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss", "gemma", "phi2", "falcon", "stablelm", "internlm2"]
 DENSE += ["olmo", "nemotron", "exaone", "arcee", "chatglm"]
 MIXTURES = ["qwen2moe", "qwen3moe", "glm4moe", "granitemoe", "ernie4_5-moe", "bailingmoe2", "minimax-m2", "phimoe"]
 MIXTURES += ["hunyuan-moe", "deepseek", "bailingmoe"]

@@ -19,7 +19,7 @@ _GGUF_MAGIC = b"GGUF"
 _HEAD = 1 << 16  # bytes
 _NO_MODEL = re.compile(rb"general\.(?:type|architecture)\x08\0{3}.\0{7}(adapter|clip|imatrix|mmproj)")
 _PARTS = {
-    b"adapter": "a LoRA adapter, not a model; merge it into its model's GGUF, and point `path` at that",
+    b"adapter": "a LoRA adapter, not a model; point `path` at its model and `adapter` at this file",
     b"imatrix": "an importance matrix, not a model; point `path` at a model",
 }
 _PARTS |= dict.fromkeys((b"clip", b"mmproj"), "the part of a model that reads images; point `path` at the model's GGUF")
@@ -200,6 +200,11 @@ class LlamaModel:
     def block_length(self) -> int:
         """How many tokens a draft model drafts at most in one pass."""
         return 1 if self.mask_token < 0 else int(self._metadata("specserve.block_length") or _BLOCK_LENGTH)
+
+    @property
+    def has_splitter(self) -> bool:
+        """False where llama.cpp splits texts in its default way before it merges bytes: the file does not say how."""
+        return self.tokenizer != llama_cpp.LLAMA_VOCAB_TYPE_BPE or bool(self._metadata("tokenizer.ggml.pre"))
 
     @property
     def cell_values(self) -> int:

@@ -122,7 +122,7 @@ def test_an_unusable_file_is_a_one_line_error(tmp_path: Path, architecture: str,
             r"cannot load this GGUF \(tensor '.*' data is not within the file bounds, .* incomplete\); if it",
         ),
         (whole.replace(architecture.encode(), b"x" * len(architecture)), "unknown model architecture: 'xxx"),
-        (without_tensors(tmp_path, architecture, "adapter"), "is a LoRA adapter, not a model; point `path` at its model"),
+        (without_tensors(tmp_path, architecture, "adapter"), "is a LoRA adapter, not a model; point `path`"),
         (without_tensors(tmp_path, architecture, "imatrix"), "is an importance matrix, not a model; point `path`"),
         (
             without_tensors(tmp_path, architecture, "mmproj"),

@@ -19,6 +19,7 @@ from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kernel_library import library
 from specserve.engine.llama import LlamaEngine
+from specserve.errors import ModelLoadError
 from tiny_formats import tiny_model
 
 pytestmark = needs_kernels
@@ -278,6 +279,31 @@ def test_an_engine_tells_what_llama_cpp_computes_of_its_model(tiny: Path, tmp_pa
         assert engine.kv_len([0]) == expected
     kernels.use("off")
     assert open_engine(tiny).left_to_llama_cpp == (("matrix products", "attention"), ())
+
+
+def test_results_that_depend_on_other_rows_are_not_exact_and_those_of_another_row_are_refused(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever operation of llama.cpp's is to blame."""
+    kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
+    first = open_engine(tiny).forward([Row(84, 0, 0, wants_logits=True)]).copy()
+    changes: list[tuple[Callable[[FloatArray], FloatArray], tuple[str, ...]]] = [
+        (lambda logits: logits, ()),
+        (lambda logits: np.nextafter(logits, np.float32(np.inf)), ("other operations",)),
+    ]
+    forward = LlamaEngine.forward
+    for change, parts in (*changes, (lambda _: first, None)):
+
+        def changed(engine: LlamaEngine, rows: list[Row], change: Any = change) -> FloatArray:
+            logits = forward(engine, rows)
+            return change(logits) if len(rows) > 1 else logits
+
+        monkeypatch.setattr(LlamaEngine, "forward", changed)
+        if parts is None:
+            with pytest.raises(ModelLoadError, match="mixes up the tokens of a pass"):
+                open_engine(tiny)
+        else:
+            assert open_engine(tiny).left_to_llama_cpp == (parts, ())
 
 
 def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_together(tiny: Path) -> None:

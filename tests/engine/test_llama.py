@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +10,14 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from pairs import TinyFiles, open_engine
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
+from tiny_models import write_tensors
 
 SLOTS = 3
 CONTEXT = 256
@@ -99,6 +100,13 @@ def test_the_file_says_what_a_token_takes_in_the_cache(model: LlamaModel, engine
     assert 0 <= (size(14) - size(4)) / 10 - 2 * model.cell_values < 64
 
 
+def without_tensors(directory: Path, architecture: str, kind: str) -> bytes:
+    writer = GGUFWriter(directory / "empty.gguf", architecture)
+    writer.add_type(kind)
+    write_tensors(writer, {})
+    return (directory / "empty.gguf").read_bytes()
+
+
 def test_an_unusable_file_is_a_one_line_error(tmp_path: Path, architecture: str, files: TinyFiles) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere.gguf: the model file cannot be read \(No such file"):
         LlamaModel(tmp_path / "nowhere.gguf")
@@ -114,10 +122,28 @@ def test_an_unusable_file_is_a_one_line_error(tmp_path: Path, architecture: str,
             r"cannot load this GGUF \(tensor '.*' data is not within the file bounds, .* incomplete\); if it",
         ),
         (whole.replace(architecture.encode(), b"x" * len(architecture)), "unknown model architecture: 'xxx"),
+        (without_tensors(tmp_path, architecture, "adapter"), "is a LoRA adapter, not a model; point `path`"),
+        (without_tensors(tmp_path, architecture, "imatrix"), "is an importance matrix, not a model; point `path`"),
+        (
+            without_tensors(tmp_path, architecture, "mmproj"),
+            "is the part of a model that reads images; point `path` at",
+        ),
+        (without_tensors(tmp_path, "clip", "model"), "is the part of a model that reads images; point `path` at"),
+        (without_tensors(tmp_path, "t5", "model"), r"\(error loading model .*\); if it is incomplete, fetch it again"),
     ):
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match=reason):
             LlamaModel(file)
+
+
+def test_weights_that_give_no_logits_are_refused(files: TinyFiles, tmp_path: Path) -> None:
+    """As those of a download that left a part out may do: scales that are no numbers, or zeros throughout."""
+    whole = files.path("llama", "target").read_bytes()
+    weights = whole.rindex(b"weight") + 100
+    for byte in (b"\xff", b"\0"):
+        (tmp_path / "file.gguf").write_bytes(whole[:weights] + byte * (len(whole) - weights))
+        with pytest.raises(ModelLoadError, match=r"file.gguf: its logits are all equal, or no numbers"):
+            open_engine(tmp_path / "file.gguf")
 
 
 LOAD = """
@@ -139,8 +165,8 @@ for file in sys.argv[1:]:
 
 
 def test_a_damaged_header_is_a_one_line_error_if_detected(tmp_path: Path, architecture: str, files: TinyFiles) -> None:
-    """Or llama.cpp aborts the process, which scripts/serve reports (tests/unit/test_server_files.py)."""
-    damaged = [tmp_path / f"damaged{seed}.gguf" for seed in range(12)]
+    """Also where llama.cpp aborts the process, as it does for a model without layers."""
+    damaged = [tmp_path / f"damaged{seed}.gguf" for seed in range(13)]
     for seed, file in enumerate(damaged):
         data = bytearray(files.path(architecture, "target").read_bytes())
         end = data.index(b"token_embd.weight")
@@ -148,12 +174,16 @@ def test_a_damaged_header_is_a_one_line_error_if_detected(tmp_path: Path, archit
         for _ in range(rng.choice([1, 3, 20])):
             data[rng.randrange(4, end + 3000)] = rng.randrange(256)
         file.write_bytes(data)
+    layers = b"block_count\x04\0\0\0"
+    file.write_bytes(files.path(architecture, "target").read_bytes().replace(layers + b"\2", layers + b"\0"))
     command = [sys.executable, "-c", LOAD, *map(str, damaged)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     codes = [int(line) for line in outcome.stdout.split()]
     assert len(codes) == len(damaged), outcome.stderr
-    assert set(codes) <= {0, 1, -signal.SIGABRT}
+    assert set(codes) <= {0, 1, 3}
+    assert codes[-1] == 3
     assert "Traceback" not in outcome.stderr
     for file, code in zip(damaged, codes, strict=True):
-        assert code != 1 or f"a sentence: {file}: " in outcome.stderr
+        said = {0: "", 1: f"a sentence: {file}: ", 3: f"specserve cannot load: {file}: llama.cpp cannot load this GGUF"}
+        assert said[code] in outcome.stderr

@@ -6,6 +6,7 @@ from threading import Event, get_ident
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
@@ -99,6 +100,18 @@ def test_a_draft_model_whose_cache_does_not_fit_beside_the_targets_is_left_out(
             with pytest.raises(ModelLoadError, match="no memory for a KV cache of 256 tokens"):
                 Pair(config)
         assert ("Serving goes on without the draft model" in caplog.text) == (freed > 0)
+
+
+def test_a_target_without_a_pre_tokenizer_is_served_with_a_warning(
+    files: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama.cpp then splits texts as GPT-2 does. Llama's tokenizer has none."""
+    for architecture in ("qwen2", "llama"):
+        Pair(files.config(architecture))
+    assert "pre-tokenizer" not in caplog.text
+    monkeypatch.setattr(GGUFWriter, "add_tokenizer_pre", lambda *_: None)
+    Pair(TinyFiles(tmp_path).config("qwen2"))
+    assert "qwen2-target.gguf: names no pre-tokenizer, so answers may be worse: convert the model again" in caplog.text
 
 
 def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files: TinyFiles, tmp_path: Path) -> None:

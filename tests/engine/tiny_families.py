@@ -66,6 +66,9 @@ RECURRENT: Keys = {
 }
 # Most hybrids attend in one layer of four.
 HYBRID: Keys = RECURRENT | {"attention.head_count_kv": [0, 0, 2, 0]}
+NEMOTRON: Keys = HYBRID | {"feed_forward_length": [0, 0, 0, 256], "attention.head_count_kv": [0, 2, 0, 0]}
+MAMBA: Keys = {"ssm.state_size": 16, "ssm.time_step_rank": 16}
+CONVOLUTION: Keys = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]}
 DELTA: Keys = RECURRENT | {"ssm.inner_size": 256, "ssm.time_step_rank": 4, "ssm.group_count": 2}
 LATENT: Keys = {
     "attention.head_count_kv": 1,
@@ -77,27 +80,44 @@ LATENT: Keys = {
 }
 
 DENSE = ["qwen2", "qwen3", "llama", "phi3", "mistral3", "smollm3", "olmo2", "minicpm", "granite", "glm4", "command-r"]
-DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss"]
-MIXTURES = ("qwen2moe", "qwen3moe", "glm4moe", "granitemoe", "ernie4_5-moe", "bailingmoe2", "minimax-m2")
+DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss", "gemma", "phi2", "falcon", "stablelm", "internlm2"]
+DENSE += ["olmo", "nemotron", "exaone", "arcee", "chatglm"]
+MIXTURES = ["qwen2moe", "qwen3moe", "glm4moe", "granitemoe", "ernie4_5-moe", "bailingmoe2", "minimax-m2", "phimoe"]
+MIXTURES += ["hunyuan-moe", "deepseek", "bailingmoe"]
 FAMILIES: dict[str, Keys] = {
     **{name: {} for name in DENSE},
     **dict.fromkeys(("gemma3", "cohere2", "exaone4"), WINDOW),
     "gemma4": WINDOW | {"attention.shared_kv_layers": 2},
     "llama4": WINDOW | EXPERTS | {"attention.chunk_size": 32},
     **dict.fromkeys(MIXTURES, EXPERTS),
-    "olmoe": EXPERTS | {"attention.head_count_kv": 4},
-    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]},
+    **dict.fromkeys(("olmoe", "dots1"), EXPERTS | {"attention.head_count_kv": 4}),
+    **dict.fromkeys(("smallthinker", "afmoe", "exaone-moe"), WINDOW | EXPERTS),
+    "lfm2": CONVOLUTION,
+    "lfm2moe": CONVOLUTION | EXPERTS,
     "granitehybrid": HYBRID,
-    "nemotron_h": HYBRID | {"feed_forward_length": [0, 0, 0, 256], "attention.head_count_kv": [0, 2, 0, 0]},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h_moe": NEMOTRON | EXPERTS,
+    "plamo2": HYBRID | {"ssm.group_count": 0},
+    "jamba": HYBRID | EXPERTS | MAMBA,
     "falcon-h1": RECURRENT,
+    "mamba": RECURRENT | MAMBA | {"attention.head_count": 0},
     "mamba2": RECURRENT | {"attention.head_count": 0},
     "qwen35": DELTA,
+    "qwen35moe": DELTA | EXPERTS,
     "qwen3next": DELTA | EXPERTS,
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
     "gpt-oss": WINDOW | EXPERTS,
     "gemma3n": WINDOW | {"altup.num_inputs": 4, "altup.active_idx": 0},
     "deepseek2": EXPERTS | LATENT,
     "bitnet": {},
+    "refact": {},
+    "minicpm3": LATENT | {"attention.head_count_kv": 4, "attention.key_length": 96, "rope.dimension_count": 32},
+}
+# What is no model that writes text, or one that llama.cpp computes wrong.
+UNFIT: dict[str, Keys] = {
+    "t5": {"attention.relative_buckets_count": 32},
+    "gemma-embedding": WINDOW,
+    **{name: {} for name in ("dream", "llama-embed", "cogvlm")},
 }
 
 
@@ -126,7 +146,7 @@ def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     writer.add_file_type(LlamaFileType.ALL_F32)
     add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
     add[float] = writer.add_float32
-    for name, value in (COMMON | FAMILIES[architecture]).items():
+    for name, value in (COMMON | (FAMILIES | UNFIT)[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
     write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
     write_tensors(writer, tensors)

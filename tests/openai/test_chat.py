@@ -8,6 +8,7 @@ import pytest
 
 import tiny_models
 from pairs import Pair, TinyFiles
+from specserve.api import chat_template
 from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
@@ -112,8 +113,12 @@ def test_templates_may_iterate_over_no_tools_fill_lists_and_want_thinking_by_ano
     assert template.render([both]) == ""
 
 
-def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400() -> None:
+def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that would run for years: loops in loops, or a macro that calls itself twice."""
+    monkeypatch.setattr(chat_template, "_MAX_STEPS", 1000)
     for source, reason in {
+        "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}": "it takes more than 1,000 steps",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}": "1,000 steps",
         "{% for %}": "does not compile",
         "{{ messages[0].content | base64 }}": "No filter named 'base64'",
         "{{ messages[0].content.nothing.at_all }}": "it fails",

@@ -3,14 +3,14 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, TemplateRuntimeError, meta, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -37,6 +37,8 @@ _BY_NAME = {
 }
 # Mistral's templates demand call ids of this length.
 _SHORT = 9
+# The most loop steps and macro calls of a rendering, which take about a second: nested loops could run for years.
+_MAX_STEPS, _STEP = 1_000_000, "specserve_step"
 # Stands in for a message's content; no template contains it.
 _MARKER = "\ue000last message\ue000"
 # Qwen2.5-Coder's template shows the form of a tool call with doubled braces, and its models then write them; that of
@@ -86,6 +88,9 @@ class ChatTemplate:
         try:
             parsed = environment.parse(_BY_NAME.get(source, source))
             self._knows_tools = "tools" in meta.find_undeclared_variables(parsed)
+            repeated: list[nodes.For | nodes.Macro] = [*parsed.find_all(nodes.For), *parsed.find_all(nodes.Macro)]
+            for node in repeated:
+                node.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None)))
             self._template = environment.from_string(parsed)
         except _FAILURES as error:
             self.problem = f"it does not compile: {_reason(error)}"
@@ -197,7 +202,7 @@ class ChatTemplate:
             messages = self._told(messages, tools, role="user" if is_refused else "system")
         # As transformers calls templates, many of which test `tools is none`.
         shown = (self._knows_tools and tools) or self._no_tools
-        fixed = {"messages": messages, "tools": shown, "documents": None, **self._tokens}
+        fixed = {"messages": messages, "tools": shown, "documents": None, _STEP: _counter(), **self._tokens}
         return self._template.render({"add_generation_prompt": True, **variables, **fixed})
 
     def _as_text(self, messages: Messages) -> list[Message]:
@@ -296,6 +301,18 @@ def _with_short_ids(message: Message) -> Message:
 def _reason(error: Exception) -> str:
     """Return an error's message as the end of a sentence, without the lines of the template that Jinja adds."""
     return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
+
+
+def _counter() -> Callable[[], str]:
+    """Return a function that raises when it is called too often."""
+    steps = iter(range(_MAX_STEPS))
+
+    def step() -> str:
+        if next(steps, None) is None:
+            raise TemplateRuntimeError(f"it takes more than {_MAX_STEPS:,} steps")
+        return ""
+
+    return step
 
 
 def _raise(message: str) -> NoReturn:

@@ -110,6 +110,9 @@ def load_models(config: HandlerConfig) -> Models:
             before_draft=fits.result,
             before_timing=reading.result,
         )
+    if not target_model.has_splitter:
+        sentence = "specserve: %s: names no pre-tokenizer, so answers may be worse: convert the model again"
+        logger.warning(sentence, target_model.path)
     if target.rollback is not None:
         sentence = (
             "specserve: %s: has recurrent layers: at most %d tokens are drafted, and only sequences with equally many "

@@ -19,7 +19,7 @@ VARIANTS = ("avx512_vnni", "avx_vnni", "avx2", "i8mm", "asimddp", "asimd")
 class Left(NamedTuple):
     """What llama.cpp's kernels compute in the passes of a model, in whole or in part."""
 
-    parts: tuple[str, ...] = ()  # "matrix products" and "attention" whose results depend on the number of rows
+    parts: tuple[str, ...] = ()  # "matrix products" and so on, whose results depend on the number of rows
     formats: tuple[str, ...] = ()  # of weights whose products do not, but drafts cost as much as other tokens
 
     @property
@@ -107,14 +107,20 @@ def growth() -> int:
     return int(found.specserve_growth()) if found else 0
 
 
-def left_to_llama_cpp(run: Callable[[], object]) -> Left:
-    """Return what llama.cpp computes in the passes in `run`; no others may run meanwhile."""
+def left_to_llama_cpp(run: Callable[[], bool]) -> Left:
+    """Return what llama.cpp computes in the passes in `run`; no others may run meanwhile.
+
+    `run` returns whether results were the same with other numbers of rows.
+    """
     found, before = loaded(), calls()
     if found:
         found.specserve_left()  # forgets earlier passes
-    run()
+    repeats = run()
     after, left = calls(), found.specserve_left() if found else 0
     # The bits of library.h. Outside llama.cpp's list of buffer types the library computes and notes nothing.
-    parts, asked = enumerate(("matrix products", "attention")), left or after != before
+    kinds, asked = enumerate(("matrix products", "attention")), left or after != before
+    parts = tuple(part for bit, part in kinds if not asked or left >> bit & 1)
     formats = (found.specserve_type(bit - 2).decode().upper() for bit in range(2, 64) if found and left >> bit & 1)
-    return Left(tuple(part for bit, part in parts if not asked or left >> bit & 1), tuple(formats))
+    if not repeats and not parts:
+        parts = ("other operations",)
+    return Left(parts, tuple(formats))

@@ -13,12 +13,14 @@ from specserve.engine import kernels
 from specserve.engine.attention_cache import AttentionCache
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.draft_head import DraftHead
-from specserve.engine.llama_model import LlamaModel
+from specserve.engine.llama_model import NO_GENERATOR, LlamaModel, trying
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 
 # Types of ggml.h, which llama-cpp-python does not export.
 _TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
+# Tokens of the passes that try a model.
+_TRIED = 4
 
 
 class LlamaEngine:
@@ -29,7 +31,7 @@ class LlamaEngine:
     cannot, reads the cells of all sequences, and sums in their order. `left_to_llama_cpp` tells which one computes.
 
     Raises:
-        ModelLoadError: there is no memory for the context, or the model's cache cannot be truncated.
+        ModelLoadError: there is no memory for the context, or its passes are of no use.
     """
 
     rollback: int | None = None
@@ -73,7 +75,8 @@ class LlamaEngine:
         params.type_k = params.type_v = _TYPES[cache_type]
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.no_perf = True
-        context = llama_cpp.llama_init_from_model(model.pointer, params)
+        with trying(model.path):
+            context = llama_cpp.llama_init_from_model(model.pointer, params)
         if context is None:
             or_type = "" if cache_type == "f16" else f", or it cannot be in {cache_type}: use `cache_type: f16`"
             raise ModelLoadError(
@@ -93,8 +96,9 @@ class LlamaEngine:
         if pool:
             pool.add(context)
         try:
-            # What specserve's kernels do not compute of a pass.
-            self.left_to_llama_cpp = kernels.left_to_llama_cpp(lambda: self._check_first_pass(model))
+            with trying(model.path):
+                # What specserve's kernels do not compute of a pass.
+                self.left_to_llama_cpp = kernels.left_to_llama_cpp(lambda: self._check_first_passes(model))
         except EngineError as error:
             self.close()
             raise ModelLoadError(f"{model.path}: its first forward pass failed: {error}") from error
@@ -125,14 +129,36 @@ class LlamaEngine:
         batch.logits = self._wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._batch = batch
 
-    def _check_first_pass(self, model: LlamaModel) -> None:
-        """Refuse models whose cache cannot be truncated although it should be."""
-        self.forward([Row(0, 0, position, wants_logits=position == 1) for position in range(2)])
+    def _check_first_passes(self, model: LlamaModel) -> bool:
+        """Return whether a token's logits have the same bits beside others as alone.
+
+        Raises:
+            ModelLoadError: they are none, or another token's, or the cache cannot be truncated although it should be.
+        """
+        if not self._memory:
+            raise ModelLoadError(f"{model.path}: {NO_GENERATOR}")
+        tokens = [model.size * number // (_TRIED + 1) for number in range(1, _TRIED + 1)]
+        rows = [Row(token, 0, position, position == _TRIED - 1) for position, token in enumerate(tokens)]
+        together = self.forward(rows).copy()
         if self.rollback is None and not self._remove_from(0, 1):
             raise ModelLoadError(
                 f"{model.path}: the KV cache of this kind of model cannot be truncated, which speculation needs."
             )
         self.truncate(0, 0)
+        if self._head:
+            return True
+        alone = np.concatenate([self.forward([row._replace(wants_logits=True)]).copy() for row in rows])
+        self.truncate(0, 0)
+        if not np.isfinite(alone).all() or (np.ptp(alone, axis=1) == 0).any():
+            raise ModelLoadError(
+                f"{model.path}: its logits are all equal, or no numbers: its weights are damaged, or it does not write "
+                "text; fetch it again, or choose another one."
+            )
+        if np.argmin(np.abs(alone - together).sum(axis=1)) != _TRIED - 1:
+            raise ModelLoadError(
+                f"{model.path}: llama.cpp mixes up the tokens of a pass of this kind of model; choose another one."
+            )
+        return np.array_equal(alone[-1:], together)
 
     def cached_len(self, slot: int) -> int:
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, slot)) + 1

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -12,8 +14,18 @@ import llama_cpp
 from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
+# Where a file says that it is no model of its own, in the first metadata: a key, the type of a string, its length.
+_HEAD = 1 << 16  # bytes
+_NO_MODEL = re.compile(rb"general\.(?:type|architecture)\x08\0{3}.\0{7}(adapter|clip|imatrix|mmproj)")
+_PARTS = {
+    b"adapter": "a LoRA adapter, not a model; point `path` at its model and `adapter` at this file",
+    b"imatrix": "an importance matrix, not a model; point `path` at a model",
+}
+_PARTS |= dict.fromkeys((b"clip", b"mmproj"), "the part of a model that reads images; point `path` at the model's GGUF")
 # Tokens that a draft model with a mask token drafts in one pass if its file does not say how many.
 _BLOCK_LENGTH = 8
+# Of encoders, embedding and diffusion models.
+NO_GENERATOR = "this kind of model does not write text token by token; choose one that generates text."
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
@@ -24,6 +36,18 @@ class _Said(threading.local):
 
 
 _said = _Said()
+# The files that are being loaded, or computed for the first time; passes have threads of their own.
+_tried: list[Path] = []
+
+
+@contextmanager
+def trying(path: Path) -> Iterator[None]:
+    """While it tries a file, the process ends with a sentence where llama.cpp aborts, since nothing can catch that."""
+    _tried.append(path)
+    try:
+        yield
+    finally:
+        _tried.remove(path)
 
 
 def _log_errors(level: int, text: bytes, _user_data: object) -> None:
@@ -33,14 +57,34 @@ def _log_errors(level: int, text: bytes, _user_data: object) -> None:
         _said.errors += (text.decode(errors="replace").strip().rpartition("error loading model: ")[2],)
 
 
-# llama.cpp keeps the pointer, so the callback must live as long as the process.
+def _log_abort(message: bytes) -> None:
+    """Print why llama.cpp aborts, in place of its backtrace."""
+    reason = message.decode(errors="replace").strip().rpartition("/")[2]
+    if not _tried:
+        os.write(2, f"llama.cpp: {reason}\n".encode())
+        return
+    files = " or ".join(map(str, _tried))
+    os.write(2, f"specserve cannot load: {files}: {_refusal(reason)}\n".encode())
+    os._exit(ModelLoadError.exit_code)
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"llama.cpp cannot load this GGUF ({reason}); if it is incomplete, fetch it again, otherwise llama-cpp-python "
+        f"{llama_cpp.__version__} cannot serve it."
+    )
+
+
+# llama.cpp keeps the pointers, so the callbacks must live as long as the process.
 _LOG_CALLBACK = llama_cpp.llama_log_callback(_log_errors)
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_log_abort)
 
 
 @lru_cache(maxsize=1)
 def start_backend() -> None:
     """Initialise llama.cpp once, with its log reduced to errors."""
     llama_cpp.llama_log_set(_LOG_CALLBACK, ctypes.c_void_p(0))
+    ctypes.CDLL("libggml-base.so.0", os.RTLD_NOLOAD | os.RTLD_NOW).ggml_set_abort_callback(_ABORT_CALLBACK)
     llama_cpp.llama_backend_init()
 
 
@@ -59,12 +103,13 @@ class LlamaModel:
         # No mmap: weights are repacked into private copies, and mapped pages would stay in memory beside them.
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
         _said.errors = ()
-        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        with trying(path):
+            model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if model is None:
-            reason = (_said.errors or ("it does not say why",))[0]
-            raise ModelLoadError(
-                f"{path}: llama.cpp cannot load this GGUF ({reason}); if it is incomplete, fetch it again."
-            )
+            raise ModelLoadError(f"{path}: {_refusal((_said.errors or ('it does not say why',))[0])}")
+        if llama_cpp.llama_model_has_encoder(model):
+            llama_cpp.llama_model_free(model)
+            raise ModelLoadError(f"{path}: {NO_GENERATOR}")
         self.path = path
         self.pointer = model
         self._vocab = llama_cpp.llama_model_get_vocab(model)
@@ -154,6 +199,11 @@ class LlamaModel:
     def block_length(self) -> int:
         """How many tokens a draft model drafts at most in one pass."""
         return 1 if self.mask_token < 0 else int(self._metadata("specserve.block_length") or _BLOCK_LENGTH)
+
+    @property
+    def has_splitter(self) -> bool:
+        """False where llama.cpp splits texts in its default way before it merges bytes: the file does not say how."""
+        return self.tokenizer != llama_cpp.LLAMA_VOCAB_TYPE_BPE or bool(self._metadata("tokenizer.ggml.pre"))
 
     @property
     def cell_values(self) -> int:
@@ -251,10 +301,12 @@ def quantise(source: Path, target: Path, file_type: str = "Q4_0", *, pure: bool 
 def _check_file(path: Path) -> None:
     try:
         with path.open("rb") as file:
-            magic = file.read(len(_GGUF_MAGIC))
+            head = file.read(_HEAD)
     except OSError as error:
         raise ModelLoadError(
             f"{path}: the model file cannot be read ({error.strerror}); run scripts/prepare and scripts/archive again."
         ) from error
-    if magic != _GGUF_MAGIC:
+    if not head.startswith(_GGUF_MAGIC):
         raise ModelLoadError(f"{path}: this is not a GGUF file; point `path` at a model in GGUF format.")
+    if part := _NO_MODEL.search(head):
+        raise ModelLoadError(f"{path}: this is {_PARTS[part[1]]}.")

@@ -100,6 +100,8 @@ FAMILIES: dict[str, Keys] = {
     "bitnet": {},
 }
 
+VOCABULARY = vocabulary("qwen2")
+
 
 class _Tensor(ctypes.Structure):
     """The first fields of ggml's tensor."""
@@ -128,7 +130,7 @@ def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     add[float] = writer.add_float32
     for name, value in (COMMON | FAMILIES[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
-    write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
+    write_tokeniser(writer, "qwen2", *VOCABULARY)
     write_tensors(writer, tensors)
 
 

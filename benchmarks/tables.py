@@ -271,10 +271,11 @@ def perplexity(results: Results) -> list[str]:
             columns.setdefault(machine, {})[title] = f"{row['stock']:.3f}, {row['ours']:.3f} ({ratio(row)})"
     answer = (
         f"The published file's perplexity differs by {most:.2f} % at most. With llama.cpp's kernels and with ours it "
-        f"is {', '.join(texts)}; with `cache_type: q8_0` it is {cache} of ours. The same of the file in other formats, "
-        "on the first tokens of both texts, and of other models:"
+        f"is {', '.join(texts)}; with `cache_type: q8_0` it is {cache} of ours."
     )
-    lines = table("", own_titles(columns), columns)
+    if others:
+        answer += " The table has the same of other files."
+    lines = table("", own_titles(columns), columns) if others else []
     return section("Do our kernels change the model?", answer, lines, results, [*names, *others])
 
 

@@ -73,7 +73,7 @@ def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(
 def eight_requests() -> list[dict[str, Any]]:
     """Prompts of 1 token to nearly the context, four and four of which begin alike; every other one has a seed."""
     text = np.random.default_rng(1).integers(200, size=CONTEXT).tolist()
-    lengths = ((1, 24), (150, 4), (70, 16), (33, 1), (100, 12), (5, 40), (120, 8), (64, 16))
+    lengths = ((1, 40), (150, 4), (70, 24), (33, 1), (100, 12), (5, 50), (120, 8), (64, 16))
     return [
         {"prompt": text[number // 4 :][:length], "max_tokens": max_tokens, "ignore_eos": True}
         | ({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0})
@@ -87,7 +87,7 @@ def test_texts_of_eight_with_drafts_are_those_without_alone_where_they_take_room
 ) -> None:
     """They begin alike and leave the cache for each other; every other gamma finds them in host memory only."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(admission, "_ANSWER", 8)
+    monkeypatch.setattr(admission, "_ANSWER", 2)
     drafter = "qwen3" if architecture in RECURRENT else architecture
     files = {
         role: ModelConfig(path=tiny_family(tmp_path, name, role))
@@ -115,6 +115,7 @@ def test_texts_of_eight_with_drafts_are_those_without_alone_where_they_take_room
         assert (drafted > accepted) == (architecture in GO_BACK or not recurrent)
         # A draft of another architecture seldom guesses right.
         assert accepted > 0 or recurrent
+        print("XX", gamma, preemptions, loads.called, [s.cached_tokens for s in found])
         # No other begins with so many of the longest one's tokens, and the KV cache was empty.
         assert (found[1].cached_tokens == 4 * BLOCK_TOKENS) == (gamma > 3 and not recurrent)
         # The next turn of the one that ended last goes on in its slot.

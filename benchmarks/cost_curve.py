@@ -134,26 +134,40 @@ class Worker:
 class Products:
     """The matrix products of a pass."""
 
-    size: int  # bytes of all matrices, in the file's own formats
+    size: int  # bytes of all matrices but experts', in the file's own formats
     body: int  # weights of the layers, each multiplied once a row
     head: int  # weights of the output layer, multiplied once a row whose logits are wanted
+    experts: int  # bytes of experts' matrices
+    asked: float  # the share of its experts that a row asks
 
     @classmethod
     def of(cls, path: Path) -> Products:
         """Read a GGUF file; without an output layer of its own the embeddings serve as one."""
-        tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+        file = GGUFReader(path)
+        tensors = {tensor.name: tensor for tensor in file.tensors}
         head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
         layers = [tensor for name, tensor in tensors.items() if re.match(r"blk\.", name) and len(tensor.shape) > 1]
+        experts = [tensor for tensor in layers if "_exps." in tensor.name]
+        others = [tensor for tensor in layers if "_exps." not in tensor.name]
+        asked = 0.0
+        if experts:
+            architecture = file.fields["general.architecture"].contents()
+            used, count = (file.fields[f"{architecture}.expert_{name}"].contents() for name in ("used_count", "count"))
+            asked = used / count
+        weights = sum(tensor.n_elements for tensor in others) + asked * sum(tensor.n_elements for tensor in experts)
         return cls(
-            size=int(sum(tensor.n_bytes for tensor in [*layers, tensors[head]])),
-            body=int(sum(tensor.n_elements for tensor in layers)),
+            size=int(sum(tensor.n_bytes for tensor in [*others, tensors[head]])),
+            body=int(weights),
             head=int(tensors[head].n_elements),
+            experts=int(sum(tensor.n_bytes for tensor in experts)),
+            asked=asked,
         )
 
     def roof_seconds(self, roof: Roof, rows: int, logits: int) -> float:
-        """The least time that the products of a pass can take."""
+        """The least time that the products of a pass can take; rows choose their experts evenly."""
+        size = self.size + self.experts * (1 - (1 - self.asked) ** rows)
         products = self.body * rows + self.head * logits
-        return max(self.size / roof.bytes_per_second, products / (REACHABLE * roof.products_per_second))
+        return max(size / roof.bytes_per_second, products / (REACHABLE * roof.products_per_second))
 
 
 @dataclass

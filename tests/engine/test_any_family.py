@@ -115,7 +115,6 @@ def test_texts_of_eight_with_drafts_are_those_without_alone_where_they_take_room
         assert (drafted > accepted) == (architecture in GO_BACK or not recurrent)
         # A draft of another architecture seldom guesses right.
         assert accepted > 0 or recurrent
-        print("XX", gamma, preemptions, loads.called, [s.cached_tokens for s in found])
         # No other begins with so many of the longest one's tokens, and the KV cache was empty.
         assert (found[1].cached_tokens == 4 * BLOCK_TOKENS) == (gamma > 3 and not recurrent)
         # The next turn of the one that ended last goes on in its slot.

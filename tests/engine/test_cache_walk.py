@@ -38,7 +38,7 @@ class Walk:
     def step(self) -> None:
         """A pass, after which some slots adopt an alternative; or a truncation; or a copy, whose end is loaded."""
         random, slot = self._random, self._random.randrange(SLOTS)
-        action = random.choice(["pass", "pass", "pass", "truncate", "copy"])
+        action = random.choice(["pass", "pass", "pass", "truncate", "copy", "copy"])
         if action == "pass":
             self._pass()
         elif action == "truncate":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,24 +28,20 @@ from gguf import GGUFReader
 
 from common import MAX_INTERFERENCE, Row, argument_parser, print_result, print_table, with_interference
 from peer_engines import PEERS
-from perplexity import forms_of_the_target, read_text, use_all_formats
+from perplexity import forms_of_the_target, in_all_formats, read_text, use_all_formats
 from roof import Roof, measure_roof
 from specserve.cli.paths import DEFAULT_CONFIG
 from specserve.config import load_yaml
 from specserve.engine import base, kernels
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, quantise
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 from specserve.weights.models import fetch, requantise
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# For the comparison of formats, and file types of these, K quants by their S kinds, which are pure.
+# For the comparison of formats.
 ROWS_OF_FORMATS = (1, 4, 8)
-FILE_TYPES = (
-    *("Q4_0", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K_S", "Q4_1", "Q5_1"),
-    *("IQ4_XS", "Q2_K", "F16", "BF16"),
-)
 # Tokens in the cache before a pass, and rows of a prefill, which takes as long as 30 to 100 passes of one row.
 CONTEXT, PREFILL, PREFILL_TURNS = 64, 512, 3
 # Passes of a turn; the first one, with cold caches and sleeping threads, does not count.
@@ -262,17 +258,6 @@ def default_files() -> list[Path]:
     _, config = load_yaml(DEFAULT_CONFIG)
     draft = [requantise(fetch(config.draft, DEFAULT_CONFIG))] if config.draft else []
     return [*forms_of_the_target(), *draft]
-
-
-def in_all_formats(directory: Path) -> Iterator[Path]:
-    """The default configuration's target in one format after the other, each removed when the next is asked for."""
-    published, _ = forms_of_the_target()
-    for file_type in FILE_TYPES:
-        file = directory / f"{file_type}.gguf"
-        if not quantise(published, file, file_type):
-            raise EnvironmentFailure(f"{published}: cannot be requantised as {file_type}.")
-        yield file
-        file.unlink()
 
 
 def main() -> None:

@@ -5,13 +5,15 @@ activations, attention and the KV cache (llama.cpp's has half precision, ours 16
 within 0.2 % of 1, as far as its standard error can tell. `q8_0_cache` is the ratio with `cache_type: q8_0` to ours
 without. The texts are frozen (benchmarks/texts/), so that results stay comparable.
 
-    .venv/bin/python benchmarks/perplexity.py [--quick] [--models FILE.gguf ...] [--variant NAME]
+    .venv/bin/python benchmarks/perplexity.py [--quick] [--models FILE.gguf ...] [--formats] [--variant NAME]
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +25,8 @@ from specserve.config import CacheType, load_yaml
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
+from specserve.engine.llama_model import LlamaModel, quantise
+from specserve.errors import EnvironmentFailure
 from specserve.machine import usable_cores
 from specserve.weights.models import fetch, requantise
 
@@ -31,6 +34,13 @@ TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")
 # Tokens: each window is predicted from an empty context, but for its first token.
 WINDOW = 512
+# The same of a family's only window where all formats are compared, which takes half a minute a format.
+WINDOW_OF_FORMATS = 128
+# File types of all formats that a dense model may have, K quants by their S kinds, which are pure.
+FILE_TYPES = (
+    *("Q4_0", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K_S", "Q4_1", "Q5_1"),
+    *("IQ4_XS", "Q2_K", "F16", "BF16"),
+)
 # Rows of a pass: their logits take 80 MB, and 160 MB in float64.
 _CHUNK = 128
 
@@ -128,46 +138,80 @@ def score(
     return scores
 
 
+def published_target() -> Path:
+    """The default configuration's target as it was published."""
+    _, config = load_yaml(DEFAULT_CONFIG)
+    return fetch(config.target, DEFAULT_CONFIG)
+
+
 def forms_of_the_target() -> list[Path]:
     """The default configuration's target as it was published, and pure Q4_0 made from it."""
-    _, config = load_yaml(DEFAULT_CONFIG)
-    published = fetch(config.target, DEFAULT_CONFIG)
+    published = published_target()
     return [published, requantise(published)]
 
 
+def in_all_formats(directory: Path) -> Iterator[Path]:
+    """The default configuration's target in one format after the other, each removed when the next is asked for."""
+    published = published_target()
+    for file_type in FILE_TYPES:
+        file = directory / f"{file_type}.gguf"
+        if not quantise(published, file, file_type):
+            raise EnvironmentFailure(f"{published}: cannot be requantised as {file_type}.")
+        yield file
+        file.unlink()
+
+
+def compared(path: Path, family: str, stock: Score, ours: Score) -> ResultRow:
+    ratio, error = ours.ratio_to(stock)
+    return {
+        "file": path.name,
+        "family": family,
+        "tokens": len(ours.nlls),
+        "stock": round(stock.perplexity, 4),
+        "ours": round(ours.perplexity, 4),
+        "ratio": round(ratio, 4),
+        "standard_error": round(error, 4),
+    }
+
+
 def compare(path: Path, *, most: int | None, variant: str | None) -> list[ResultRow]:
+    """A row for each family, with both types of the cache."""
     stock = score(path, "off", most=most)
     ours = score(path, "auto", most=most, variant=variant)
     in_8_bits = score(path, "auto", most=most, variant=variant, cache_type="q8_0")
     rows = []
     for family in FAMILIES:
-        ratio, error = ours[family].ratio_to(stock[family])
-        cache_ratio, cache_error = in_8_bits[family].ratio_to(ours[family])
-        rows.append(
-            {
-                "file": path.name,
-                "family": family,
-                "tokens": len(ours[family].nlls),
-                "stock": round(stock[family].perplexity, 4),
-                "ours": round(ours[family].perplexity, 4),
-                "ratio": round(ratio, 4),
-                "standard_error": round(error, 4),
-                "q8_0_cache": round(cache_ratio, 4),
-                "q8_0_error": round(cache_error, 4),
-            }
-        )
+        ratio, error = in_8_bits[family].ratio_to(ours[family])
+        cache = {"q8_0_cache": round(ratio, 4), "q8_0_error": round(error, 4)}
+        rows.append(compared(path, family, stock[family], ours[family]) | cache)
     return rows
+
+
+def compare_in_short(path: Path, *, variant: str | None) -> list[ResultRow]:
+    """One row for the first tokens of all families."""
+    modes: tuple[kernels.Mode, ...] = ("off", "auto")
+    scores = [score(path, mode, window=WINDOW_OF_FORMATS, most=1, variant=variant) for mode in modes]
+    stock, ours = (Score(np.concatenate([part.nlls for part in found.values()])) for found in scores)
+    return [compared(path, " and ".join(FAMILIES), stock, ours)]
 
 
 def main() -> None:
     parser = argument_parser(__doc__, quick="one window a family", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
+    parser.add_argument("--formats", action="store_true", help="the default target in all formats, a part of the texts")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
     options = parser.parse_args()
-    files = options.models or forms_of_the_target()
-    rows = [row for path in files for row in compare(path, most=1 if options.quick else None, variant=options.variant)]
-    print_table(f"perplexity in windows of {WINDOW} tokens, llama.cpp's kernels and ours", rows)
-    notes = [f"windows of {WINDOW} tokens", kernels.in_use().sentence]
+    window = WINDOW_OF_FORMATS if options.formats else WINDOW
+    if options.formats:
+        with TemporaryDirectory() as directory:
+            files = in_all_formats(Path(directory))
+            rows = [row for path in files for row in compare_in_short(path, variant=options.variant)]
+    else:
+        most = 1 if options.quick else None
+        files = options.models or forms_of_the_target()
+        rows = [row for path in files for row in compare(path, most=most, variant=options.variant)]
+    print_table(f"perplexity in windows of {window} tokens, llama.cpp's kernels and ours", rows)
+    notes = [f"windows of {window} tokens", kernels.in_use().sentence]
     sums = {family: hashlib.sha256(read_text(family).encode()).hexdigest() for family in FAMILIES}
     print_result("perplexity", {}, rows, notes, texts_sha256=sums)
 

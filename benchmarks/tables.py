@@ -260,18 +260,28 @@ def long_prompts(results: Results) -> list[str]:
 def perplexity(results: Results) -> list[str]:
     names = on_machines(results, "perplexity")
     rows = [row for name in names for row in results[name]["rows"] if row["file"] == TARGET]
-    texts = [
-        f"{row['stock']:.3f} and {row['ours']:.3f} on {row['family']} "
-        f"({row['ratio']:.4f} ± {row['standard_error']:.4f})"
-        for row in rows
-    ]
+    texts = [f"{row['stock']:.3f} and {row['ours']:.3f} on {row['family']} ({ratio(row)})" for row in rows]
     cache = " and ".join(f"{row['q8_0_cache']:.4f} ± {row['q8_0_error']:.4f}" for row in rows)
     most = 100 * max(abs(row["ratio"] - 1) for row in rows)
+    columns: dict[str, Column] = {}
+    others = on_machines(results, "perplexity-formats", "perplexity-models")
+    for name, machine in others.items():
+        for row in results[name]["rows"]:
+            title = f"{row['file'].removesuffix('.gguf').removesuffix('_S')}, {row['family']}"
+            columns.setdefault(machine, {})[title] = f"{row['stock']:.3f}, {row['ours']:.3f} ({ratio(row)})"
     answer = (
         f"The published file's perplexity differs by {most:.2f} % at most. With llama.cpp's kernels and with ours it "
         f"is {', '.join(texts)}; with `cache_type: q8_0` it is {cache} of ours."
     )
-    return section("Do our kernels change the model?", answer, [], results, names)
+    if others:
+        answer += " The table has the same of other files."
+    lines = table("", own_titles(columns), columns) if others else []
+    return section("Do our kernels change the model?", answer, lines, results, [*names, *others])
+
+
+def ratio(row: Row) -> str:
+    """A ratio of perplexities, with its standard error."""
+    return f"{row['ratio']:.4f} ± {row['standard_error']:.4f}"
 
 
 def schemas(results: Results) -> list[str]:

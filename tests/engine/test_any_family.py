@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma, open_engine
 from specserve.config import ModelConfig
 from specserve.core import admission
+from specserve.core.loading import open_store
+from specserve.core.prefix_store import BLOCK_TOKENS
 from specserve.engine import kernels
 from specserve.engine.base import Engine, FloatArray, Row
 from specserve.engine.kernels import Mode
@@ -31,6 +34,7 @@ RECURRENT = [name for name, keys in FAMILIES.items() if {"ssm.conv_kernel", "sho
 GO_BACK = ("qwen35", "qwen35moe", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
 EXACT = [name for name in FAMILIES if name not in INEXACT]
 ROWS = 40
+CONTEXT = 160
 
 
 def logits(engine: Engine, passes: int) -> FloatArray:
@@ -84,34 +88,61 @@ def test_what_writes_no_text_is_refused(architecture: str, reason: str, tmp_path
             open_engine(path)
 
 
+def eight_requests() -> list[dict[str, Any]]:
+    """Prompts of 1 token to nearly the context, four and four of which begin alike; every other one has a seed."""
+    text = np.random.default_rng(1).integers(200, size=CONTEXT).tolist()
+    lengths = ((1, 40), (150, 4), (70, 24), (33, 1), (100, 12), (5, 50), (120, 8), (64, 16))
+    return [
+        {"prompt": text[number // 4 :][:length], "max_tokens": max_tokens, "ignore_eos": True}
+        | ({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0})
+        for number, (length, max_tokens) in enumerate(lengths)
+    ]
+
+
 @pytest.mark.parametrize("architecture", EXACT)
-def test_texts_with_drafts_are_those_without_beside_another_that_takes_their_room(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_texts_of_eight_with_drafts_are_those_without_alone_where_they_take_room_and_come_back(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sequences begin alike, leave the cache for each other and return."""
-    monkeypatch.setattr(admission, "_ANSWER", 8)
+    """They begin alike and leave the cache for each other; every other gamma finds them in host memory only."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(admission, "_ANSWER", 2)
     drafter = "qwen3" if architecture in RECURRENT else architecture
     files = {
         role: ModelConfig(path=tiny_family(tmp_path, name, role))
         for role, name in {"target": architecture, "draft": drafter}.items()
     }
-    config = TinyFiles(tmp_path).config("qwen2", context_length=80)
-    pair = Pair(config.model_copy(update={**files, "kernels": "auto", "cache_tokens": 80}))
+    sizes: dict[str, Any] = {"sequences": 8, "cache_tokens": CONTEXT, "prefix_cache_mib": 2}
+    config = TinyFiles(tmp_path).config("qwen2", context_length=CONTEXT)
+    pair = Pair(config.model_copy(update={**files, **sizes, "kernels": "auto"}))
     assert pair.models.left.exact
-    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    requests = [fields | {"prompt": f"The quick brown {animal}"} for animal in ("fox", "dog jumps")]
-    preemptions = 0
+    store, loads = open_store(pair.config, pair.models), mock.Mock(wraps=pair.models.target.load)
+    monkeypatch.setattr(pair.models.target, "load", loads)
+    recurrent = architecture in RECURRENT
+    assert (store.max_bytes == 0) == recurrent
+    assert ("no prefixes are kept in host memory" in caplog.text) == recurrent
+    requests, preemptions = eight_requests(), 0
     plain = [pair.complete(**request, speculation=PLAIN).sequence.answer for request in requests]
     for gamma in (3, 7, 15):
-        drafting = [request | {"speculation": fixed_gamma(gamma)} for request in requests]
-        found = run_concurrently(pair, drafting, Random(gamma))
+        speculation, scheduler = {"speculation": fixed_gamma(gamma)}, pair.scheduler(store)
+        loads.reset_mock()
+        found = run_concurrently(pair, [request | speculation for request in requests], Random(gamma), scheduler)
         assert [sequence.answer for sequence in found] == plain
         preemptions += sum(sequence.preemptions for sequence in found)
         drafted = sum(sequence.stats.drafted for sequence in found)
         accepted = sum(sequence.stats.accepted for sequence in found)
-        assert (drafted > accepted) == (architecture in GO_BACK or architecture not in RECURRENT)
+        assert (drafted > accepted) == (architecture in GO_BACK or not recurrent)
         # A draft of another architecture seldom guesses right.
-        assert accepted > 0 or architecture in RECURRENT
+        assert accepted > 0 or recurrent
+        # No other begins with so many of the longest one's tokens, and the KV cache was empty.
+        assert (found[1].cached_tokens == 4 * BLOCK_TOKENS) == (gamma > 3 and not recurrent)
+        # The next turn of the one that ended last goes on in its slot.
+        loads.reset_mock()
+        last = max(found, key=lambda sequence: sequence.timestamps.last_token)
+        turn: dict[str, Any] = {"prompt": [*last.tokens, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        [again] = run_concurrently(pair, [turn | speculation], Random(gamma), scheduler)
+        assert again.cached_tokens >= len(last.tokens) - 1
+        assert not loads.called
+        assert again.answer == pair.complete(**turn, speculation=PLAIN).sequence.answer
     assert preemptions > 0
 
 

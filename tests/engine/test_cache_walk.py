@@ -36,9 +36,9 @@ class Walk:
         self._plain.close()
 
     def step(self) -> None:
-        """A pass, after which some slots adopt an alternative; or a truncation; or a copy."""
+        """A pass, after which some slots adopt an alternative; or a truncation; or a copy, whose end is loaded."""
         random, slot = self._random, self._random.randrange(SLOTS)
-        action = random.choice(["pass", "pass", "pass", "truncate", "copy"])
+        action = random.choice(["pass", "pass", "pass", "truncate", "copy", "copy"])
         if action == "pass":
             self._pass()
         elif action == "truncate":
@@ -48,7 +48,12 @@ class Walk:
         else:
             source = random.choice([other for other in range(SLOTS) if other != slot])
             length = random.randint(0, len(self._tokens[source]))
-            self._engine.copy(source, slot, length)
+            # What is not shared comes back from host memory.
+            shared = random.randint(0, length) if self._engine.token_bytes else length
+            saved = [self._engine.save(source, shared, length)] if shared < length else []
+            self._engine.copy(source, slot, shared)
+            for part in saved:
+                self._engine.load(slot, part)
             self._tokens[slot] = self._tokens[source][:length]
 
     def _pass(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.core import admission
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
+from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 
 pytestmark = pytest.mark.skipif(
@@ -33,9 +34,11 @@ def random_requests(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Random) -> list[TextSequence]:
-    """Run the requests on three slots, a random number of rounds apart."""
-    scheduler = pair.scheduler()
+def run_concurrently(
+    pair: Pair, requests: list[dict[str, Any]], rng: random.Random, scheduler: Scheduler | None = None
+) -> list[TextSequence]:
+    """Run the requests a random number of rounds apart, from empty KV caches by default, and store their prefixes."""
+    scheduler = scheduler or pair.scheduler()
     sequences = [pair.sequence(**fields) for fields in requests]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -43,6 +46,8 @@ def run_concurrently(pair: Pair, requests: list[dict[str, Any]], rng: random.Ran
             scheduler.run_round()
     while scheduler.busy:
         scheduler.run_round()
+    while scheduler.store_prefixes():
+        pass
     return sequences
 
 

@@ -6,15 +6,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
 from costs import proportional
+from pairs import Pair, TinyFiles
 from server import tiny
+from specserve.cli import doctor
 from specserve.cli.doctor import check_costs, check_software, check_torchserve
-from specserve.config import load_yaml
+from specserve.config import ModelConfig, load_yaml
+from specserve.core import loading
 from tiny_config import tiny_config
+from tiny_models import HYBRID
 
 PROJECT = Path(__file__).parents[2]
 CGROUPS = Path("/sys/fs/cgroup")
@@ -52,6 +57,37 @@ def test_a_draft_of_another_vocabulary_is_a_finding(tmp_path: Path) -> None:
     assert outcome.returncode == 1
     assert not found["pair"]["well"]
     assert "does not fit the target tiny-qwen2-target" in found["pair"]["sentence"]
+
+
+def test_doctor_says_what_a_start_does_where_the_draft_cannot_be_loaded_or_has_no_memory(
+    files: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Too little for both weights, or for both caches; and files that are cut off or cannot draft."""
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(files.path("llama", "draft").read_bytes()[:5000])
+    config, rest = files.config("llama"), 400 * 2**20
+    weights = rest + config.target.path.stat().st_size
+    for reason, draft, free in (
+        ("no memory: the weights take", files.path("llama", "draft"), [weights]),
+        ("no memory for a KV cache of 256 tokens", files.path("llama", "draft"), [2**40, rest]),
+        ("fetch it again", cut, []),
+        ("has recurrent layers", files.path(HYBRID, "draft"), []),
+    ):
+        # A start looks once more, before it reads its files.
+        for module, before in ((doctor, []), (loading, [2**40])):
+            free_memory = chain([*before, *free], repeat(2**40))
+            monkeypatch.setattr(module, "free_memory", lambda free_memory=free_memory: next(free_memory))
+        monkeypatch.setattr(doctor, "check_kernels", lambda *_: doctor.Finding("kernels", ""))
+        found = {
+            finding.topic: finding for finding in doctor.examine(config, {"target": config.target.path, "draft": draft})
+        }
+        assert not found["pair"].well
+        assert reason in found["pair"].sentence
+        assert found["memory"].well
+        assert "There is no draft model" in found["costs"].sentence
+        caplog.clear()
+        Pair(config.model_copy(update={"draft": ModelConfig(path=draft)}))
+        assert f"specserve: {found['pair'].sentence}" in caplog.text
 
 
 @pytest.fixture

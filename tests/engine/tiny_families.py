@@ -120,6 +120,8 @@ UNFIT: dict[str, Keys] = {
     **{name: {} for name in ("dream", "llama-embed", "cogvlm")},
 }
 
+VOCABULARY = vocabulary("qwen2")
+
 
 class _Tensor(ctypes.Structure):
     """The first fields of ggml's tensor."""
@@ -148,7 +150,7 @@ def _write(path: Path, architecture: str, tensors: dict[str, Array]) -> None:
     add[float] = writer.add_float32
     for name, value in (COMMON | (FAMILIES | UNFIT)[architecture]).items():
         add[type(value)](f"{architecture}.{name}", value)
-    write_tokeniser(writer, "qwen2", *vocabulary("qwen2"))
+    write_tokeniser(writer, "qwen2", *VOCABULARY)
     write_tensors(writer, tensors)
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 import specserve
 from specserve.cli import torchserve_process
 from specserve.config import HandlerConfig, load_yaml
+from specserve.core.loading import WITHOUT_DRAFT, able_to_draft
 from specserve.core.pool import check_weights, fitted, loaded_bytes
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
@@ -63,10 +64,7 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
     yield check_kernels(handler.kernels, threads)
     with ExitStack() as stack:
         try:
-            check_weights([*prepared.values()], free_memory())
-            models = {name: stack.enter_context(closing(LlamaModel(path))) for name, path in prepared.items()}
-            model, draft_model = models["target"], models.get("draft")
-            fit = fitted(handler, model, draft_model, free_memory())
+            model, draft_model, fit, left_out = open_models(stack, handler, prepared)
         except ModelLoadError as error:
             yield Finding("memory", str(error), well=False)
             return
@@ -88,14 +86,37 @@ def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Findi
         target = engine(model)
         yield Finding("repeating", f"{target.left_to_llama_cpp.sentence}.")
         target_cost, draft_cost = PassCosts(measure(target)), None
+        if left_out:
+            yield Finding("pair", f"{left_out} {WITHOUT_DRAFT}", well=False)
         if draft_model:
             try:
                 check_same_vocabulary(model, draft_model)
                 yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
             except ModelLoadError as error:
-                yield Finding("pair", str(error), well=False)
+                yield Finding("pair", f"{error} {WITHOUT_DRAFT}", well=False)
             draft_cost = PassCosts(measure(engine(draft_model)))
         yield check_costs(target_cost, draft_cost)
+
+
+def open_models(
+    stack: ExitStack, handler: HandlerConfig, prepared: dict[str, Path]
+) -> tuple[LlamaModel, LlamaModel | None, HandlerConfig, ModelLoadError | None]:
+    """Open target and draft, which `stack` closes, as a worker does: the target alone where it would, and why."""
+
+    def opened(draft: Path | None) -> tuple[LlamaModel, LlamaModel | None, HandlerConfig]:
+        check_weights([prepared["target"], *([draft] if draft else [])], free_memory())
+        model = stack.enter_context(closing(LlamaModel(prepared["target"])))
+        draft_model = stack.enter_context(closing(able_to_draft(LlamaModel(draft)))) if draft else None
+        return model, draft_model, fitted(handler, model, draft_model, free_memory())
+
+    draft = prepared.get("draft")
+    try:
+        return *opened(draft), None
+    except ModelLoadError as error:
+        stack.close()
+        if draft is None:
+            raise
+        return *opened(None), error
 
 
 def check_cores(threads: int) -> Finding:

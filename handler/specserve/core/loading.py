@@ -45,6 +45,8 @@ _DRAFT_WINDOW = 96
 # The memory that prefixes may fill by default, in MiB, which holds a whole context of the default target; and the most
 # of what is free, which leaves a quarter for each of two more workers and another one for the rest of the machine.
 _PREFIX_MIB, _PREFIX_SHARE = 1024, 0.25
+# What follows the reason why a draft model is left out.
+WITHOUT_DRAFT = "Serving goes on without the draft model."
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def load_models(config: HandlerConfig) -> Models:
         target_model = LlamaModel(target_file)
         if loading:
             with _or_no_draft():
-                draft_model = _able_to_draft(loading.result())
+                draft_model = able_to_draft(loading.result())
         config, draft_model = _fitted(config, target_model, draft_model)
         grammars = GrammarCompiler(target_model)
 
@@ -138,7 +140,7 @@ def load_models(config: HandlerConfig) -> Models:
     )
 
 
-def _able_to_draft(draft: LlamaModel) -> LlamaModel:
+def able_to_draft(draft: LlamaModel) -> LlamaModel:
     """Return the draft model; ModelLoadError, and it is closed, if it cannot go back after rejected drafts."""
     if draft.recurrent:
         draft.close()
@@ -150,15 +152,15 @@ def _fitted(
     config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None
 ) -> tuple[HandlerConfig, LlamaModel | None]:
     """`fitted`, without the draft model, which is closed, where the target's cache has room only then."""
-    if draft:
-        try:
-            return fitted(config, target, draft, free_memory()), draft
-        except ModelLoadError as error:
-            draft.close()
-            config = fitted(config, target, None, free_memory())
-            logger.error("specserve: %s Serving goes on without the draft model.", error)
-            return config, None
-    return fitted(config, target, None, free_memory()), None
+    try:
+        return fitted(config, target, draft, free_memory()), draft
+    except ModelLoadError as error:
+        if draft is None:
+            raise
+        draft.close()
+        config = fitted(config, target, None, free_memory())
+        logger.error("specserve: %s %s", error, WITHOUT_DRAFT)
+        return config, None
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def _or_no_draft() -> Iterator[None]:
     try:
         yield
     except ModelLoadError as error:
-        logger.error("specserve: %s Serving goes on without the draft model.", error)
+        logger.error("specserve: %s %s", error, WITHOUT_DRAFT)
 
 
 def _placement(config: HandlerConfig) -> Placement:
@@ -311,6 +313,8 @@ def open_store(config: HandlerConfig, models: Models) -> PrefixStore:
     token_bytes, mebibytes = models.target.engine.token_bytes, config.prefix_cache_mib
     if mebibytes is None:
         mebibytes = min(_PREFIX_MIB, int(_PREFIX_SHARE * free_memory()) >> 20)
+    if token_bytes is None:
+        logger.info("specserve: no prefixes are kept in host memory: this model's keys and values cannot be copied")
     if token_bytes is None or not mebibytes:
         return PrefixStore()
     max_bytes = mebibytes << 20

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -24,10 +24,8 @@ from tiny_families import FAMILIES, tiny_family
 
 pytestmark = [needs_kernels, pytest.mark.long]
 
-INEXACT = ("gemma3n", "deepseek2", "bitnet")
 RECURRENT = [name for name, keys in FAMILIES.items() if {"ssm.conv_kernel", "shortconv.l_cache"} & keys.keys()]
 GO_BACK = ("qwen35", "lfm2", "nemotron_h")
-EXACT = [name for name in FAMILIES if name not in INEXACT]
 ROWS = 40
 
 
@@ -54,8 +52,8 @@ def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(
         engine = (RecurrentEngine if model.recurrent else LlamaEngine)(model, **options)
         found = logits(engine, 1)
         if path == quantised:
-            assert engine.left_to_llama_cpp.exact == (architecture not in INEXACT), engine.left_to_llama_cpp
-            assert architecture in INEXACT or np.array_equal(found, logits(engine, ROWS))
+            assert engine.left_to_llama_cpp.exact, engine.left_to_llama_cpp
+            assert np.array_equal(found, logits(engine, ROWS))
         engine.close()
         model.close()
         return found
@@ -66,7 +64,7 @@ def test_40_rows_in_a_pass_have_the_bits_of_40_passes_and_are_near_llama_cpps(
     assert 0 < np.median(errors) < 0.005 * theirs.std(), np.median(errors) / theirs.std()
 
 
-@pytest.mark.parametrize("architecture", EXACT)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_texts_with_drafts_are_those_without_beside_another_that_takes_their_room(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +95,7 @@ def test_texts_with_drafts_are_those_without_beside_another_that_takes_their_roo
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("architecture", [name for name in EXACT if name not in RECURRENT])
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name not in RECURRENT])
 def test_logits_are_those_of_a_fresh_pass_after_any_alternatives_copies_and_truncations(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -229,7 +229,7 @@ struct AttentionScratch {
         factors = reinterpret_cast<float *>(take(4 * queries));
         units = reinterpret_cast<int32_t *>(take(4 * queries * kLanes));
         this->queries = reinterpret_cast<int16_t *>(take(2 * queries * width));
-        query_scales = reinterpret_cast<float *>(take(4 * queries));
+        query_scales = reinterpret_cast<float *>(take(2 * 4 * queries));
         bytes = end - static_cast<char *>(memory);
     }
 
@@ -241,7 +241,7 @@ struct AttentionScratch {
     float * factors;
     int32_t * units;
     int16_t * queries;
-    float * query_scales;
+    float * query_scales;  // and those of the components that are multiplied by the rest of keys
     int64_t bytes;
 };
 
@@ -260,9 +260,13 @@ void read_queries(const Attention & a, const int32_t * rows, int n_rows, int fir
                 static_cast<size_t>(first_head + head) * a.query_stride);
             int16_t * to = scratch.queries + query * width;
             std::memset(to + a.size, 0, static_cast<size_t>(2 * (width - a.size)));
-            const float factor = factor_of_key(from, a.size, kNorm);
-            const float unit = round_to_shorts(from, a.size, factor, to);
-            scratch.query_scales[query] = factor == 0 ? 0 : unit * a.scale * kLog2E;
+            const auto read = [&](int64_t first, int64_t size, float * query_scale) {
+                const float factor = factor_of_key(from + first, size, kNorm);
+                const float unit = round_to_shorts(from + first, size, factor, to + first);
+                *query_scale = factor == 0 ? 0 : unit * a.scale * kLog2E;
+            };
+            read(0, a.keys.size, scratch.query_scales + query);
+            read(a.keys.size, a.rest.size, scratch.query_scales + int64_t{n_rows} * heads + query);
         }
     }
 }
@@ -376,12 +380,11 @@ inline void score(const AttentionScratch & scratch, const float * scales, const 
         for (int i = 0; i < kBlock; i += kLanes) {
             Ints products;
             std::memcpy(&products, scratch.products + q * kBlock + i, sizeof products);
-            Floats x = mul(to_float(products), load_floats(scales + i));
+            Floats x = mul(mul(to_float(products), load_floats(scales + i)), scale);
             if (scales_of_rest != nullptr) {
                 std::memcpy(&products, scratch.products + (queries + q) * kBlock + i, sizeof products);
-                x = fma(to_float(products), load_floats(scales_of_rest + i), x);
+                x = fma(mul(to_float(products), load_floats(scales_of_rest + i)), all(scratch.query_scales[queries + q]), x);
             }
-            x = mul(x, scale);
             const Floats s = where(visible >> i, is_capped ? capped(x, softcap) : x);
             store_floats(scratch.scores + q * kChunk + block * kBlock + i, s);
             largest_yet = max(largest_yet, s);

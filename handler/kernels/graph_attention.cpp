@@ -98,7 +98,7 @@ class Work {
     using Results = std::array<float *, kMaxQueries>;
 
     int64_t shared() const { return heads_ / key_heads_; }
-    int64_t most_queries() const { return kMaxRows * ((shared() + parts_ - 1) / parts_); }  // that are computed together
+    int64_t most_queries() const { return kMaxRows * std::min<int64_t>(shared(), kMaxHeads); }
 
     float * out(int64_t row, int64_t head) const { return reinterpret_cast<float *>(at(op_, head, row)); }
 

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ __all__ = ["build_library"]
 MAX_ERROR = 5e-4
 
 
-def last_rows(seed: int, rows: int, *lengths: int, **sizes: int) -> AttentionCase:
+def last_rows(seed: int, rows: int, *lengths: int, **sizes: Any) -> AttentionCase:
     """The last rows of each of some sequences: a row does not see the tokens of those after it."""
     case = conversations(seed, lengths, **sizes)
     random = np.random.default_rng(seed + 1)
@@ -73,13 +74,13 @@ def test_values_may_be_narrower_than_keys_or_a_part_of_them() -> None:
     """As in DeepSeek, with its latent attention or without; up to 128 query heads share a key head."""
     for size, value_size in ((48, 32), (96, 64), (192, 128), (576, 512)):
         for seed, lengths in enumerate(LENGTHS):
-            sizes = {"size": size, "value_size": value_size}
+            sizes: dict[str, Any] = {"size": size, "value_size": value_size}
             case = conversations(seed, lengths, **sizes, key_heads=1 + seed % 2)
             assert case.error(threads=1 + seed % 3) < MAX_ERROR
             shared = (1, 4, 20, 128)[seed]
             latent = conversations(seed, lengths, **sizes, key_heads=1, shared=shared, latent=True)
             assert latent.error(threads=1 + seed % 3) < MAX_ERROR
-            if seed < 2:
+            if size % 32 == 0:
                 assert replace(latent, is_8_bit=True).error() < 20 * MAX_ERROR
 
 
@@ -121,8 +122,9 @@ def test_soft_caps_and_sinks_are_exact() -> None:
 def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
     """With other rows, sequences and threads, cells in another order; many rows are divided in another way than few."""
     for seed, lengths in enumerate([(40, 200, 300), (1, 64, 65, 256, 257, 700), range(500, 533)] * 2):
-        latent = {"value_size": 32, "key_heads": 1, "shared": 40, "latent": True} if seed in {0, 4} else {}
-        case = replace(conversations(seed, lengths, size=64, **latent), is_8_bit=seed > 2)
+        latent: dict[str, Any] = {"value_size": 32, "key_heads": 1, "shared": 40, "latent": True}
+        case = conversations(seed, lengths, size=64, **latent if seed in {0, 4} else {})
+        case = replace(case, is_8_bit=seed > 2)
         if seed % 2:
             case = replace(case, softcap=2, sinks=np.linspace(-1, 2, case.queries.shape[1], dtype=np.float32))
         together = case.attend(threads=2)

@@ -98,7 +98,7 @@ FAMILIES: dict[str, Keys] = {
     "gpt-oss": WINDOW | EXPERTS,
     "gemma3n": WINDOW | {"altup.num_inputs": 4, "altup.active_idx": 0},
     **dict.fromkeys(("deepseek2", "mistral4"), EXPERTS | LATENT),
-    **dict.fromkeys(("minicpm3", "plm"), LATENT | WIDE_KEYS),
+    "minicpm3": LATENT | WIDE_KEYS,
     "bitnet": {},
 }
 

@@ -97,8 +97,9 @@ class Extra : public ggml::cpu::extra_buffer_type {
     static bool multiplies_rows(const ggml_tensor * op) {
         const ggml_tensor * matrix = op->src[0];
         const Cache * cache = library().cache;
-        if (cache == nullptr || matrix->ne[3] != 1 || op->ne[3] != 1 || op->src[1]->type != GGML_TYPE_F32) {
-            return false;
+        if (cache == nullptr || matrix->ne[3] != 1 || op->ne[3] != 1 || op->src[1]->type != GGML_TYPE_F32 ||
+            matrix->buffer == nullptr || !ggml_backend_buffer_is_host(matrix->buffer)) {
+            return false;  // or ggml has repacked it
         }
         const bool has_one_for_each = matrix->ne[2] == cache->rows() && op->ne[2] == cache->rows();
         return matrix->op == GGML_OP_NONE || (op->op == GGML_OP_MUL_MAT && has_one_for_each);

@@ -82,6 +82,9 @@ def test_values_may_be_narrower_than_keys_or_a_part_of_them() -> None:
             assert latent.error(threads=1 + seed % 3) < MAX_ERROR
             if size % 32 == 0:
                 assert replace(latent, is_8_bit=True).error() < 20 * MAX_ERROR
+            several = last_rows(seed, 8, 300, **sizes, key_heads=1, shared=shared, latent=True)
+            several.queries[..., value_size:] /= 50
+            assert several.error(threads=1 + seed % 3) < MAX_ERROR
             latent.keys[..., 0] = 100  # nearly the whole norm: sums are as large as they may be
             assert replace(latent, queries=0 * latent.queries).error() < MAX_ERROR
 

@@ -13,8 +13,8 @@
 //   of the row and of the chunk; chunks are computed by whatever threads, and added in their order.
 //
 // How large the integers may be, so that no sum of 32 bits overflows:
-// - Queries and keys have a Euclidean norm of at most kNorm and 8 for rounding: by Cauchy and Schwarz no partial sum of
-//   their products is larger than (kNorm + 8)^2 < 2^31.
+// - Queries and keys have a Euclidean norm of at most kNorm and 12 for rounding: by Cauchy and Schwarz no partial sum of
+//   their products is larger than (kNorm + 12)^2 < 2^31.
 // - Values are at most kMaxValue, and a block's weights add up to at most 2^17: 2^17 x kMaxValue < 2^31. Where keys are
 //   the values, half of that: 2^16 x kMaxKey < 2^31.
 // The 8-bit cache rounds 32 numbers to multiples of a 127th of the largest, so that norms grow by at most 1,000: the

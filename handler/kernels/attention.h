@@ -13,11 +13,12 @@
 //   of the row and of the chunk; chunks are computed by whatever threads, and added in their order.
 //
 // How large the integers may be, so that no sum of 32 bits overflows:
-// - Queries and keys have a Euclidean norm of at most kNorm and 8 for rounding: by Cauchy and Schwarz no partial sum of
-//   their products is larger than (kNorm + 8)^2 < 2^31.
-// - Values are at most kMaxValue, and a block's weights add up to at most 2^17: 2^17 x kMaxValue < 2^31.
-// The 8-bit cache rounds these numbers to multiples of up to 255, so that norms may grow by 127 times the square root of
-// the size.
+// - Queries and keys have a Euclidean norm of at most kNorm and 12 for rounding: by Cauchy and Schwarz no partial sum of
+//   their products is larger than (kNorm + 12)^2 < 2^31.
+// - Values are at most kMaxValue, and a block's weights add up to at most 2^17: 2^17 x kMaxValue < 2^31. Where keys are
+//   the values, half of that: 2^16 x kMaxKey < 2^31.
+// The 8-bit cache rounds 32 numbers to multiples of a 127th of the largest, so that norms grow by at most 1,000: the
+// square root of 8 times (44,000 / 127 + the square root of size / 32).
 // So a key's error is 2^-16 of the larger of its largest component and .7 of its norm, a value's 2^-15 of its largest
 // component. Half precision rounds the largest by as much as 2^-12.
 
@@ -222,13 +223,13 @@ struct AttentionScratch {
         const int64_t width = padded(size);
         panel = reinterpret_cast<int32_t *>(take(2 * kBlock * width));
         rows = reinterpret_cast<int16_t *>(take(2 * kBlock * width));
-        products = reinterpret_cast<int32_t *>(take(4 * queries * std::max<int64_t>(kBlock, width)));
+        products = reinterpret_cast<int32_t *>(take(4 * queries * std::max<int64_t>(2 * kBlock, width)));
         scores = reinterpret_cast<float *>(take(4 * queries * kChunk));
         weights = reinterpret_cast<int16_t *>(take(2 * queries * kBlock));
         factors = reinterpret_cast<float *>(take(4 * queries));
         units = reinterpret_cast<int32_t *>(take(4 * queries * kLanes));
         this->queries = reinterpret_cast<int16_t *>(take(2 * queries * width));
-        query_scales = reinterpret_cast<float *>(take(4 * queries));
+        query_scales = reinterpret_cast<float *>(take(2 * 4 * queries));
         bytes = end - static_cast<char *>(memory);
     }
 
@@ -240,7 +241,7 @@ struct AttentionScratch {
     float * factors;
     int32_t * units;
     int16_t * queries;
-    float * query_scales;
+    float * query_scales;  // and those of the components that are multiplied by the rest of keys
     int64_t bytes;
 };
 
@@ -259,9 +260,13 @@ void read_queries(const Attention & a, const int32_t * rows, int n_rows, int fir
                 static_cast<size_t>(first_head + head) * a.query_stride);
             int16_t * to = scratch.queries + query * width;
             std::memset(to + a.size, 0, static_cast<size_t>(2 * (width - a.size)));
-            const float factor = factor_of_key(from, a.size, kNorm);
-            const float unit = round_to_shorts(from, a.size, factor, to);
-            scratch.query_scales[query] = factor == 0 ? 0 : unit * a.scale * kLog2E;
+            const auto read = [&](int64_t first, int64_t size, float * query_scale) {
+                const float factor = factor_of_key(from + first, size, kNorm);
+                const float unit = round_to_shorts(from + first, size, factor, to + first);
+                *query_scale = factor == 0 ? 0 : unit * a.scale * kLog2E;
+            };
+            read(0, a.keys.size, scratch.query_scales + query);
+            read(a.keys.size, a.rest.size, scratch.query_scales + int64_t{n_rows} * heads + query);
         }
     }
 }
@@ -365,8 +370,8 @@ template <class Before> inline void pair_values(const Block & block, int64_t wid
 
 // Scores of a block, minus infinity for what a row does not see; returns nothing but `most`, the largest of each query.
 template <bool is_capped>
-inline void score(const AttentionScratch & scratch, const Block & keys, int64_t queries, int heads, int block,
-                  const ChunkRow * rows, float softcap, float * most) {
+inline void score(const AttentionScratch & scratch, const float * scales, const float * scales_of_rest, int64_t queries,
+                  int heads, int block, const ChunkRow * rows, float softcap, float * most) {
     for (int64_t q = 0; q < queries; q++) {
         const uint64_t visible = rows[q / heads].visible[block];
         const Floats scale = all(scratch.query_scales[q]);
@@ -375,7 +380,11 @@ inline void score(const AttentionScratch & scratch, const Block & keys, int64_t 
         for (int i = 0; i < kBlock; i += kLanes) {
             Ints products;
             std::memcpy(&products, scratch.products + q * kBlock + i, sizeof products);
-            const Floats x = mul(mul(to_float(products), load_floats(keys.scales + i)), scale);
+            Floats x = mul(mul(to_float(products), load_floats(scales + i)), scale);
+            if (scales_of_rest != nullptr) {
+                std::memcpy(&products, scratch.products + (queries + q) * kBlock + i, sizeof products);
+                x = fma(mul(to_float(products), load_floats(scales_of_rest + i)), all(scratch.query_scales[queries + q]), x);
+            }
             const Floats s = where(visible >> i, is_capped ? capped(x, softcap) : x);
             store_floats(scratch.scores + q * kChunk + block * kBlock + i, s);
             largest_yet = max(largest_yet, s);
@@ -386,7 +395,7 @@ inline void score(const AttentionScratch & scratch, const Block & keys, int64_t 
 
 // Weights of a block's positions as 16-bit numbers, and what one unit of them is worth.
 inline void weigh(const AttentionScratch & scratch, const Block & values, int64_t queries, int block,
-                  const float * most) {
+                  const float * most, int32_t most_weights) {
     for (int64_t q = 0; q < queries; q++) {
         const float * scores = scratch.scores + q * kChunk + block * kBlock;
         Floats weighted[kBlock / kLanes];
@@ -411,7 +420,7 @@ inline void weigh(const AttentionScratch & scratch, const Block & values, int64_
             sum = add_ints(sum, rounded[i]);
         }
         int shift = 0;
-        for (const int32_t total = sum_of_ints(sum); total > kMaxWeights << shift;) {
+        for (const int32_t total = sum_of_ints(sum); total > most_weights << shift;) {
             shift++;
         }
         UNROLL
@@ -429,7 +438,7 @@ void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int head
             float * const * results) {
     const int64_t queries = int64_t{chunk.n_rows} * heads;
     const AttentionScratch scratch(memory, a.size, queries);
-    const int64_t width = padded(a.size);
+    const int64_t stride = padded(a.size);
     bool is_seen[kBlocks] = {};
     int last = 0;
     for (int block = 0; block < kBlocks; block++) {
@@ -446,19 +455,32 @@ void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int head
             continue;
         }
         const int32_t * cells = chunk.cells + block * kBlock;
-        const Block keys(a.keys, key_head, cells, scratch.rows);
         const auto prefetch = [&](int64_t part, int64_t parts) { reads.prefetch(block + 1, part, parts); };
-        turn_keys(keys, width, scratch.panel, when(queries <= kFewQueries, prefetch));
-        multiply_all_pairs(scratch.panel, kBlock, width / 2, scratch.queries, queries, width, scratch.products, kBlock,
-                           when(queries > kFewQueries, prefetch));
+        const auto multiply = [&](const Block & keys, int64_t size, const int16_t * from, int32_t * products, bool asks) {
+            const int64_t width = padded(size);
+            turn_keys(keys, width, scratch.panel, when(asks && queries <= kFewQueries, prefetch));
+            multiply_all_pairs(scratch.panel, kBlock, width / 2, from, queries, stride, products, kBlock,
+                               when(asks && queries > kFewQueries, prefetch));
+        };
+        const Block keys(a.keys, key_head, cells, scratch.rows);
+        multiply(keys, a.keys.size, scratch.queries, scratch.products, true);
+        float scales_of_rest[kBlock];
+        if (a.rest.size > 0) {
+            const Block rest(a.rest, key_head, cells, scratch.rows);
+            multiply(rest, a.rest.size, scratch.queries + a.keys.size, scratch.products + queries * kBlock, false);
+            std::copy(rest.scales, rest.scales + kBlock, scales_of_rest);
+        }
         const auto score_keys = a.softcap == 0 ? score<false> : score<true>;
-        score_keys(scratch, keys, queries, heads, block, chunk.rows, a.softcap, most);
+        score_keys(scratch, keys.scales, a.rest.size > 0 ? scales_of_rest : nullptr, queries, heads, block, chunk.rows,
+                   a.softcap, most);
     }
     for (int64_t q = 0; q < queries; q++) {
         results[q][0] = most[q];
         most[q] = most[q] == -INFINITY ? 0 : most[q];
     }
     std::fill(scratch.units, scratch.units + queries * kLanes, 0);
+    const int64_t width = padded(a.values.size);
+    const int32_t most_weights = a.values.data == a.keys.data ? kMaxWeights / 2 : kMaxWeights;
     bool is_first = true;
     for (int block = 0; block <= last; block++) {
         if (!is_seen[block]) {
@@ -466,7 +488,7 @@ void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int head
         }
         const int32_t * cells = chunk.cells + block * kBlock;
         const Block values(a.values, key_head, cells, scratch.rows);
-        weigh(scratch, values, queries, block, most);
+        weigh(scratch, values, queries, block, most, most_weights);
         const auto prefetch = [&](int64_t part, int64_t parts) { reads.prefetch(last + block + 2, part, parts); };
         pair_values(values, width, scratch.panel, when(queries <= kFewQueries, prefetch));
         multiply_all_pairs(scratch.panel, width, kWeightPairs, scratch.weights, queries, kBlock, scratch.products, width,

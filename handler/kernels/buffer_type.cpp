@@ -37,7 +37,7 @@ const Format * format_of(const ggml_tensor * weights) {
 }
 
 // Whether the loader is to give us this weight. Those without kernels would be repacked by ggml for kernels of its own. The
-// loader also asks for factors of products (`attn_q.scale` in BitNet's files), which are of another operation.
+// loader calls the factors of a product (`attn_q.scale` in BitNet's files) its weights, too: only their names tell.
 bool takes(const ggml_tensor * weights) {
     if (std::string_view(weights->name).ends_with("scale")) {
         return false;
@@ -65,8 +65,8 @@ struct Memory {
 class Extra : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
         // A weight without data is a question of the loader's; one with data was taken. A view of it would have no panels.
-        const bool is_product = op->op == GGML_OP_MUL_MAT_ID || (op->op == GGML_OP_MUL_MAT && ggml_is_matrix(op->src[0]));
-        return is_product && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
+        const bool is_product = op->op == GGML_OP_MUL_MAT_ID || op->op == GGML_OP_MUL_MAT;
+        return is_product && op->src[0]->ne[3] == 1 && is_ours(op->src[0]) && op->src[0]->view_src == nullptr &&
                (op->src[0]->data != nullptr || takes(op->src[0])) && op->src[1]->type == GGML_TYPE_F32 &&
                (op->src[1]->buffer == nullptr || ggml_backend_buffer_is_host(op->src[1]->buffer));
     }
@@ -80,13 +80,29 @@ class Extra : public ggml::cpu::extra_buffer_type {
             case GGML_OP_SET_ROWS: return cache != nullptr ? &cache_write() : nullptr;
             case GGML_OP_MUL_MAT:
             case GGML_OP_MUL_MAT_ID:
-                if (!is_ours(op->src[0])) {
-                    return leave(kLeftProduct);
+                if (is_ours(op->src[0])) {
+                    return format_of(op->src[0]) != nullptr ? &product() : &plain_product();
                 }
-                return format_of(op->src[0]) != nullptr ? &product() : &plain_product();
+                if (op->op_params[1] == GGML_HINT_SRC0_IS_HADAMARD) {
+                    return nullptr;  // of an 8-bit cache's keys and values: ggml turns each row by itself
+                }
+                return multiplies_rows(op) ? &plain_product() : leave(kLeftProduct);
             case GGML_OP_FLASH_ATTN_EXT: return attends(op) ? &attention() : leave(kLeftAttention);
             default: return nullptr;
         }
+    }
+
+    // Whether ggml's product is one of weights that lie elsewhere (a token embedding that BitNet also has for a head), or of
+    // a matrix for each row (Gemma 3n). Products of activations may else be of several rows, as in linear attention.
+    static bool multiplies_rows(const ggml_tensor * op) {
+        const ggml_tensor * matrix = op->src[0];
+        const Cache * cache = library().cache;
+        if (cache == nullptr || matrix->ne[3] != 1 || op->ne[3] != 1 || op->src[1]->type != GGML_TYPE_F32 ||
+            matrix->buffer == nullptr || !ggml_backend_buffer_is_host(matrix->buffer)) {
+            return false;  // or ggml has repacked it
+        }
+        const bool has_one_for_each = matrix->ne[2] == cache->rows() && op->ne[2] == cache->rows();
+        return matrix->op == GGML_OP_NONE || (op->op == GGML_OP_MUL_MAT && has_one_for_each);
     }
 
     // Notes that ggml computes an operation. Every thread asks for every operation, so what is noted is only read.

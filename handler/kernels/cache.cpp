@@ -63,20 +63,21 @@ void Cache::begin_pass(const int32_t * positions, int64_t rows, const uint8_t * 
 
 void Cache::plan_write(const ggml_tensor * op) { writes_[op->data] = op; }
 
-void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys) {
+void Cache::add_side(const ggml_tensor * tensor, Side & side, bool are_keys, int64_t first, int64_t size) {
     const ggml_tensor * whole = root(tensor);
     const int64_t cells = whole->ne[1];
     side.are_keys = are_keys;
+    side.first = first;
     side.scales.assign(static_cast<size_t>(cells * tensor->ne[2]), 0);
     if (tensor->type == GGML_TYPE_Q8_0) {
-        side.multipliers.assign(static_cast<size_t>(cells * tensor->ne[2] * tensor->ne[0] / kTogether), 0);
+        side.multipliers.assign(static_cast<size_t>(cells * tensor->ne[2] * size / kTogether), 0);
     }
     uint8_t * multipliers = side.multipliers.empty() ? nullptr : side.multipliers.data();
-    side.stored = {static_cast<char *>(whole->data), side.scales.data(), multipliers, cells, tensor->ne[2],
-                   tensor->ne[0]};
+    side.stored = {static_cast<char *>(whole->data), side.scales.data(), multipliers, cells, tensor->ne[2], size};
+    side.stored.data += first * (side.stored.bytes() / size) * cells * tensor->ne[2];
     use_huge_pages(whole->data, ggml_nbytes(whole));
     side.offset = cell_bytes_;
-    sides_[whole->data] = &side;
+    sides_.emplace(whole->data, &side);
     cell_bytes_ += side.cell_bytes();
 }
 
@@ -85,8 +86,17 @@ Read & Cache::plan_attention(const ggml_tensor * op) {
     const auto [found_layer, is_new] = layers_.try_emplace(keys);
     Layer & layer = found_layer->second;
     if (is_new) {
-        add_side(op->src[1], layer.keys, true);
-        add_side(op->src[2], layer.values, false);
+        const int64_t size = op->src[1]->ne[0], size_of_values = op->src[2]->ne[0];
+        if (root(op->src[2])->data != keys) {
+            add_side(op->src[1], layer.keys, true, 0, size);
+            add_side(op->src[2], layer.values, false, 0, size_of_values);
+        } else {
+            add_side(op->src[1], layer.keys, true, 0, size_of_values);
+            layer.values.stored = layer.keys.stored;
+            if (size > size_of_values) {
+                add_side(op->src[1], layer.rest, true, size_of_values, size - size_of_values);
+            }
+        }
         layer.positions.assign(static_cast<size_t>(root(op->src[1])->ne[1]), 0);
     }
     if (const auto found = writes_.find(keys); found != writes_.end()) {
@@ -122,9 +132,10 @@ Read & Cache::plan_attention(const ggml_tensor * op) {
     return read;
 }
 
-Side * Cache::side(const ggml_tensor * write) {
-    const auto found = sides_.find(write->data);
-    return found == sides_.end() ? nullptr : found->second;
+bool Cache::write(const ggml_tensor * op, int thread, int threads) {
+    const auto [begin, end] = sides_.equal_range(op->data);
+    std::for_each(begin, end, [&](const auto & found) { write(op, *found.second, thread, threads); });
+    return begin != end;
 }
 
 void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) {
@@ -147,7 +158,7 @@ void Cache::write(const ggml_tensor * op, Side & side, int thread, int threads) 
     const auto store = side.are_keys ? kernels.store_keys : kernels.store_values;
     for (int64_t row = first; row < last; row++) {
         store(reinterpret_cast<const float *>(static_cast<const char *>(source->data) +
-                                              static_cast<size_t>(row) * source->nb[1]),
+                                              static_cast<size_t>(row) * source->nb[1]) + side.first,
               stored, cells[row]);
     }
 }

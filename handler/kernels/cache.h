@@ -19,18 +19,20 @@ namespace specserve {
 
 // A layer's keys or values.
 struct Side {
-    Stored stored;
+    Stored stored{};
     bool are_keys;
     std::vector<float> scales;
     std::vector<uint8_t> multipliers;
     int64_t offset;  // in a saved cell
+    int64_t first;   // component of what is written
 
     int64_t cell_bytes() const;  // with its scales and multipliers
 };
 
 struct Layer {
     Side keys;
-    Side values;
+    Side rest;    // of keys whose first components are the values
+    Side values;  // theirs are those of the keys
     std::vector<int32_t> positions;  // of cells
 };
 
@@ -50,17 +52,16 @@ class Cache {
     void begin_pass(const int32_t * positions, int64_t rows, const uint8_t * saved);
 
     bool loads() const { return saved_ != nullptr; }
+    int64_t rows() const { return rows_; }  // of the pass
 
     // While a pass is planned, for each of its operations in turn.
     void plan_write(const ggml_tensor * op);
     Read & plan_attention(const ggml_tensor * op);
 
-    // What an operation writes or reads; null where our attention does not read what is written.
-    Side * side(const ggml_tensor * write);
     Read & read(const ggml_tensor * attention) { return reads_.at(attention); }
 
-    // A thread's share of the rows that a pass writes.
-    void write(const ggml_tensor * op, Side &, int thread, int threads);
+    // A thread's share of the rows that a pass writes; false where our attention does not read what is written.
+    bool write(const ggml_tensor * op, int thread, int threads);
 
     // The cells of the last pass's rows.
     const std::vector<int32_t> & cells() const { return cells_; }
@@ -74,11 +75,12 @@ class Cache {
     std::vector<float> results{};  // of a layer's chunks, before they are merged
 
   private:
-    void add_side(const ggml_tensor * tensor, Side &, bool are_keys);
+    void add_side(const ggml_tensor * tensor, Side &, bool are_keys, int64_t first, int64_t size);
+    void write(const ggml_tensor * op, Side &, int thread, int threads);
 
     std::map<const void *, Layer> layers_{};  // by their keys
     std::map<const ggml_tensor *, Read> reads_{};  // of this pass
-    std::map<const void *, Side *> sides_{};
+    std::multimap<const void *, Side *> sides_{};
     std::map<const void *, const ggml_tensor *> writes_{};      // of this pass, by where they go
     std::map<const void *, std::pair<int64_t, Plan>> plans_{};  // by mask: of which pass
     std::vector<int32_t> cells_{};

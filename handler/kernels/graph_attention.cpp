@@ -38,14 +38,15 @@ class Work {
         attention_.query_stride = q->nb[2];
         attention_.query_row_stride = q->nb[1];
         attention_.keys = read.layer->keys.stored;
+        attention_.rest = read.layer->rest.stored;
         attention_.values = read.layer->values.stored;
         heads_ = q->ne[2];
         key_heads_ = read.layer->keys.stored.heads;
-        floats_ = kernels_.result_floats(attention_.size);
+        floats_ = kernels_.result_floats(attention_.values.size);
         tiles_ = (plan_.rows() + kMaxRows - 1) / kMaxRows;
         const int64_t whole = key_heads_ * (read.by_chunks ? static_cast<int64_t>(plan_.units().size()) : tiles_);
-        // Where there are fewer pieces than threads, the query heads of one key head are divided.
-        parts_ = std::clamp<int64_t>(threads / whole, 1, shared());
+        // Where there are fewer pieces than threads, the query heads of one key head are divided; and where they are many.
+        parts_ = std::max((shared() + kMaxHeads - 1) / kMaxHeads, std::min(threads / whole, shared()));
         pieces_ = whole * parts_;
     }
 
@@ -59,7 +60,7 @@ class Work {
     }
 
     int64_t scratch() const {
-        const int64_t queries = kMaxRows * shared();
+        const int64_t queries = most_queries();
         const int64_t bytes = kernels_.attention_scratch(attention_.size, queries) +
                               2 * queries * floats_ * static_cast<int64_t>(sizeof(float));
         return (bytes + static_cast<int64_t>(kAlignment) - 1) / static_cast<int64_t>(kAlignment) *
@@ -97,6 +98,7 @@ class Work {
     using Results = std::array<float *, kMaxQueries>;
 
     int64_t shared() const { return heads_ / key_heads_; }
+    int64_t most_queries() const { return kMaxRows * std::min<int64_t>(shared(), kMaxHeads); }
 
     float * out(int64_t row, int64_t head) const { return reinterpret_cast<float *>(at(op_, head, row)); }
 
@@ -128,9 +130,9 @@ class Work {
     void finish(float * total, int64_t row, int64_t head) const {
         if (sinks_ != nullptr) {
             const float sink[2 + kMaxHeadSize] = {sinks_[head] * std::numbers::log2e_v<float>, 1};
-            kernels_.merge(total, sink, attention_.size);
+            kernels_.merge(total, sink, attention_.values.size);
         }
-        kernels_.finish(total, attention_.size, out(row, head));
+        kernels_.finish(total, attention_.values.size, out(row, head));
     }
 
     void merge(int64_t row, int64_t head) const {
@@ -141,7 +143,7 @@ class Work {
         float * total = result(row, head, chunk);
         for (chunk++; chunk < plan_.chunks(); chunk++) {
             if (plan_.sees(row, chunk)) {
-                kernels_.merge(total, result(row, head, chunk), attention_.size);
+                kernels_.merge(total, result(row, head, chunk), attention_.values.size);
             }
         }
         finish(total, row, head);
@@ -156,7 +158,7 @@ class Work {
             rows[row] = static_cast<int32_t>(begin) + row;
         }
         auto * totals =
-            reinterpret_cast<float *>(memory + kernels_.attention_scratch(attention_.size, kMaxRows * shared()));
+            reinterpret_cast<float *>(memory + kernels_.attention_scratch(attention_.size, most_queries()));
         Results results;
         for (int q = 0; q < queries; q++) {
             totals[q * floats_ + 1] = 0;
@@ -177,7 +179,7 @@ class Work {
                                     {group->cells, visible, n_rows, plan_.first_cells(chunk + 1)}, heads, memory,
                                     results.data());
                     for (int q = 0; q < queries; q++) {
-                        kernels_.merge(totals + q * floats_, results[static_cast<size_t>(q)], attention_.size);
+                        kernels_.merge(totals + q * floats_, results[static_cast<size_t>(q)], attention_.values.size);
                     }
                 }
             }
@@ -235,11 +237,7 @@ class CacheWrite : public ggml::cpu::tensor_traits {
     }
 
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        Side * side = library().cache->side(op);
-        if (side != nullptr) {
-            library().cache->write(op, *side, params->ith, params->nth);
-        }
-        return side != nullptr;
+        return library().cache->write(op, params->ith, params->nth);
     }
 };
 
@@ -261,11 +259,12 @@ bool attends(const ggml_tensor * op) {
     const auto fits = [](const ggml_tensor * t) {
         return (t->type == GGML_TYPE_F16 && t->ne[0] % 16 == 0) || (t->type == GGML_TYPE_Q8_0 && t->ne[0] % kTogether == 0);
     };
+    // Values of their own, or the first components of the keys of a single head.
+    const bool fits_keys = k->view_src != v->view_src || (k->data == v->data && k->ne[2] == 1 && v->ne[0] % kTogether == 0);
     return library().cache != nullptr && q->type == GGML_TYPE_F32 && fits(k) && fits(v) && mask != nullptr &&
            mask->type == GGML_TYPE_F16 && mask->ne[2] == 1 && max_bias == 0 && q->ne[3] == 1 &&
-           k->ne[3] == 1 && k->ne[0] == v->ne[0] && k->ne[0] <= kMaxHeadSize &&
-           k->view_src != nullptr && v->view_src != nullptr && k->view_src != v->view_src && q->nb[0] == 4 &&
-           q->ne[2] % k->ne[2] == 0 && q->ne[2] / k->ne[2] <= kMaxHeads;
+           k->ne[3] == 1 && v->ne[0] <= k->ne[0] && k->ne[0] <= kMaxHeadSize &&
+           k->view_src != nullptr && v->view_src != nullptr && fits_keys && q->nb[0] == 4 && q->ne[2] % k->ne[2] == 0;
 }
 
 ggml::cpu::tensor_traits & attention() {

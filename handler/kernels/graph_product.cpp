@@ -103,7 +103,7 @@ char * row_of(const ggml_tensor * t, int64_t row) {
 }
 
 // Which expert computes each row of a result, and of which row of activations: a token has one for all its experts, or one
-// for each. A product of a single matrix has one expert.
+// for each. Without a router the experts are the matrices along the third dimension, mostly one.
 class Routing {
   public:
     struct Group {
@@ -166,8 +166,11 @@ class Routing {
 
     size_t expert_of(int64_t result) const {
         const ggml_tensor * ids = op_->src[2];
-        return ids == nullptr ? 0 : *reinterpret_cast<const uint32_t *>(row_of(ids, result / op_->ne[1]) +
-                                        static_cast<size_t>(result % op_->ne[1]) * ids->nb[0]);
+        if (ids == nullptr) {
+            return static_cast<size_t>(result / op_->ne[1] % op_->ne[2] * op_->src[0]->ne[2] / op_->ne[2]);
+        }
+        return *reinterpret_cast<const uint32_t *>(row_of(ids, result / op_->ne[1]) +
+                                                   static_cast<size_t>(result % op_->ne[1]) * ids->nb[0]);
     }
 
     const ggml_tensor * op_ = nullptr;
@@ -229,7 +232,7 @@ class Product : public ggml::cpu::tensor_traits {
         const auto groups = static_cast<int64_t>(routing.groups().size());
         Assistants & assistants = Assistants::all();
         const bool is_assisted =
-            params->nth == 1 && assistants.any() && columns.are_all() && op->op == GGML_OP_MUL_MAT;
+            params->nth == 1 && assistants.any() && columns.are_all() && groups == 1;
         auto * scratch = aligned(params->wdata);
         auto * memory = scratch + Pieces::bytes(params->nth);
         if (is_assisted) {
@@ -280,7 +283,9 @@ class PlainProduct : public ggml::cpu::tensor_traits {
         const ggml_tensor * x = op->src[1];
         if (params->ith == 0) {
             library().products.fetch_add(1, std::memory_order_relaxed);
-            library().left.fetch_or(kLeftFormat << weights->type, std::memory_order_relaxed);
+            if (weights->op == GGML_OP_NONE) {
+                library().left.fetch_or(kLeftFormat << weights->type, std::memory_order_relaxed);
+            }
         }
         const ggml_type_traits_cpu & traits = *ggml_get_type_traits_cpu(weights->type);
         const auto k = weights->ne[0];
@@ -293,10 +298,11 @@ class PlainProduct : public ggml::cpu::tensor_traits {
             ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float(from, to, k);
         }
         const Routing & routing = Routing::of(op);
-        const int64_t columns = weights->ne[1];
-        const int64_t piece = std::clamp<int64_t>(kPiece / static_cast<int64_t>(weights->nb[1]), 1, columns);
+        const auto columns = weights->ne[1], groups = static_cast<int64_t>(routing.groups().size());
+        const int64_t piece = std::clamp<int64_t>(kPiece / static_cast<int64_t>(weights->nb[1]), 1,
+                                                  std::max<int64_t>(1, groups * columns / (4 * params->nth)));
         const int64_t pieces_of_group = (columns + piece - 1) / piece;
-        const Pieces pieces(scratch, static_cast<int64_t>(routing.groups().size()) * pieces_of_group, params->nth);
+        const Pieces pieces(scratch, groups * pieces_of_group, params->nth);
         pieces.begin(params->ith);
         ggml_barrier(params->threadpool);
 

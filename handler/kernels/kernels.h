@@ -65,8 +65,8 @@ struct Weights {
 
 // ---- attention ----
 
-constexpr int kMaxHeads = 16;      // query heads that share a key head
-constexpr int kMaxHeadSize = 256;  // components of a head
+constexpr int kMaxHeads = 16;      // query heads of a key head that are computed together
+constexpr int kMaxHeadSize = 576;  // components of a head
 constexpr int kMaxRows = 8;        // rows that are attended to together
 constexpr int kBlock = 64;         // positions whose products are added as integers
 constexpr int kBlocks = 4;         // of a chunk
@@ -93,10 +93,14 @@ struct Stored {
 };
 
 // The attention of a graph's operation. Strides are in bytes.
+//
+// DeepSeek's latent attention has no values of its own: they are the first components of the keys. The others may be a
+// hundred times as large and so have scales of their own, in `rest`, which is empty elsewhere.
 struct Attention {
     Stored keys;
+    Stored rest;
     Stored values;
-    int64_t size;  // of a head, a multiple of 16
+    int64_t size;  // of a key with its rest, a multiple of 16
     float scale;
     float softcap;  // of scores; 0: none
     const char * queries;

@@ -108,12 +108,12 @@ EXPORT double specserve_run_product(int ours, int format, int64_t k, int64_t col
 EXPORT int specserve_max_tile() { return library().kernels->max_tile; }
 
 // See AttentionCase in library.h; 0 where it did not come to our kernels.
-EXPORT int specserve_attend(int64_t size, int64_t cells, int64_t key_heads, int64_t heads, int64_t rows, float scale,
-                            float softcap, const float * queries, const float * keys, const float * values,
-                            const int32_t * positions, const uint16_t * mask, const float * sinks, int is_8_bit,
-                            int threads, float * out) {
-    return run_attention({size, cells, key_heads, heads, rows, scale, softcap, queries, keys, values, positions, mask,
-                          sinks, is_8_bit != 0},
+EXPORT int specserve_attend(int64_t size, int64_t value_size, int64_t cells, int64_t key_heads, int64_t heads,
+                            int64_t rows, float scale, float softcap, const float * queries, const float * keys,
+                            const float * values, const int32_t * positions, const uint16_t * mask, const float * sinks,
+                            int is_8_bit, int threads, float * out) {
+    return run_attention({size, value_size, cells, key_heads, heads, rows, scale, softcap, queries, keys, values,
+                          positions, mask, sinks, is_8_bit != 0},
                          threads, out);
 }
 

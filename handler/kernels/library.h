@@ -52,14 +52,14 @@ struct ProductCase {
 // come to these kernels.
 double run_product(const ProductCase &, int threads, int repeats, float * out);
 
-// Attention by way of a ggml graph: keys and values [cells][key_heads][size] are written at some positions, queries
-// [heads][rows][size], mask [rows][cells], out [rows][heads][size].
+// Attention by way of a ggml graph: keys and values [cells][key_heads][size or value_size] are written at some positions,
+// queries [heads][rows][size], mask [rows][cells], out [rows][heads][value_size].
 struct AttentionCase {
-    int64_t size, cells, key_heads, heads, rows;
+    int64_t size, value_size, cells, key_heads, heads, rows;
     float scale, softcap;
     const float * queries;
     const float * keys;
-    const float * values;
+    const float * values;  // null: the first components of the keys
     const int32_t * positions;  // of cells
     const uint16_t * mask;      // half precision
     const float * sinks;        // [heads]; null: none

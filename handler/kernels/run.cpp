@@ -117,19 +117,23 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
     const auto tensor = [&](ggml_type type, int64_t n0, int64_t n1, int64_t n2) {
         return ggml_new_tensor_3d(tensors.get(), type, n0, n1, n2);
     };
-    const int64_t width = given.key_heads * given.size;
     ggml_tensor * queries = tensor(GGML_TYPE_F32, given.size, given.rows, given.heads);
     ggml_tensor * mask = tensor(GGML_TYPE_F16, given.cells, given.rows, 1);
     ggml_tensor * cells = tensor(GGML_TYPE_I64, given.cells, 1, 1);
     ggml_tensor * sources[2];
     ggml_tensor * seen[2];
+    ggml_tensor * written = nullptr;
     for (int i = 0; i < 2; i++) {
-        ggml_tensor * cache = tensor(given.is_8_bit ? GGML_TYPE_Q8_0 : GGML_TYPE_F16, width, given.cells, 1);
-        sources[i] = tensor(GGML_TYPE_F32, width, given.cells, 1);
-        ggml_tensor * written = ggml_set_rows(tensors.get(), cache, sources[i], cells);
-        const size_t head = ggml_row_size(cache->type, given.size);
-        seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, given.size, given.key_heads,
-                                                           given.cells, head, written->nb[1], 0), 0, 2, 1, 3);
+        const int64_t size = i == 0 ? given.size : given.value_size;
+        if (i == 0 || given.values != nullptr) {
+            const int64_t width = given.key_heads * size;
+            ggml_tensor * cache = tensor(given.is_8_bit ? GGML_TYPE_Q8_0 : GGML_TYPE_F16, width, given.cells, 1);
+            sources[i] = tensor(GGML_TYPE_F32, width, given.cells, 1);
+            written = ggml_set_rows(tensors.get(), cache, sources[i], cells);
+        }
+        const size_t head = written->nb[1] / static_cast<size_t>(given.key_heads);
+        seen[i] = ggml_permute(tensors.get(), ggml_view_3d(tensors.get(), written, size, given.key_heads, given.cells,
+                                                           head, written->nb[1], 0), 0, 2, 1, 3);
     }
     ggml_tensor * sinks = given.sinks != nullptr ? tensor(GGML_TYPE_F32, given.heads, 1, 1) : nullptr;
     const auto attended = [&] {
@@ -149,7 +153,9 @@ bool run_attention(const AttentionCase & given, int threads, float * out) {
         const auto set = [](ggml_tensor * to, const void * from) { ggml_backend_tensor_set(to, from, 0, ggml_nbytes(to)); };
         set(queries, given.queries);
         set(sources[0], given.keys);
-        set(sources[1], given.values);
+        if (given.values != nullptr) {
+            set(sources[1], given.values);
+        }
         set(mask, given.mask);
         set(cells, numbers.data());
         if (sinks != nullptr) {

@@ -16,8 +16,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Queries [rows][heads][size], keys and values [cells][key heads][size], the position of each cell, whether a row
-    sees it [rows][cells], and of which kind the cache is."""
+    """Queries [rows][heads][size], keys [cells][key heads][size], values, which may be a view of keys, the position of
+    each cell, whether a row sees it [rows][cells], and of which kind the cache is."""
 
     queries: Floats
     keys: Floats
@@ -29,7 +29,7 @@ class AttentionCase:
     sinks: Floats | None = None  # [heads]
 
     def attend(self, *, threads: int = 1) -> Floats:
-        """By the variant in use; [rows][heads][size]."""
+        """By the variant in use; [rows][heads][size of a value]."""
         inputs = self.queries, self.keys, self.values, self.positions, self.visible
         options: dict[str, Any] = {"softcap": self.softcap, "sinks": self.sinks, "is_8_bit": self.is_8_bit}
         found = kernel_trial.attend(*inputs, **options, threads=threads)
@@ -52,17 +52,29 @@ class AttentionCase:
     def with_cells(self, order: NDArray[np.int64]) -> AttentionCase:
         """The same with the cells in another order, or with some left out."""
         keys, values, positions = self.keys[order], self.values[order], self.positions[order]
+        if np.may_share_memory(self.keys, self.values):
+            values = keys[..., : values.shape[-1]]
         return replace(self, keys=keys, values=values, positions=positions, visible=self.visible[:, order])
 
 
 def conversations(
-    seed: int, lengths: Sequence[int], *, size: int = 64, key_heads: int = 2, shared: int = 3, prefix: int = 0
+    seed: int,
+    lengths: Sequence[int],
+    *,
+    size: int = 64,
+    value_size: int | None = None,
+    key_heads: int = 2,
+    shared: int = 3,
+    prefix: int = 0,
+    latent: bool = False,
 ) -> AttentionCase:
     """A row at the end of each of some sequences, whose cells lie in any order, among others that nobody sees.
 
     A length counts the row's own token. Heads have `size` numbers, and `shared` query heads read each key head. The
-    first `prefix` positions have the same cells in all sequences.
+    first `prefix` positions have the same cells in all sequences. With `latent`, values are the first numbers of keys,
+    whose others are 50 times as large.
     """
+    value_size = value_size or size
     random = np.random.default_rng(seed)
     owners = [-1] * prefix + [-2] * 7
     positions = [*range(prefix), *[5] * 7]
@@ -78,6 +90,10 @@ def conversations(
         return random.normal(size=shape).astype(np.float32)
 
     # Values of all magnitudes, so that sums in another order would differ.
-    values = numbers(cells, key_heads, size) * np.exp(numbers(cells, 1, 1))
+    values = numbers(cells, key_heads, value_size) * np.exp(numbers(cells, 1, 1))
     queries, keys = 1.5 * numbers(len(lengths), key_heads * shared, size), numbers(cells, key_heads, size)
+    if latent:
+        keys[..., value_size:] *= 50
+        queries[..., value_size:] /= 50
+        values = keys[..., :value_size]
     return AttentionCase(queries, keys, values, position, (owner == rows) | (owner == -1))

@@ -10,7 +10,7 @@ const char * specserve_format(int);
 int specserve_max_tile();
 double specserve_run_product(int, int, int64_t, int64_t, const uint8_t *, int, int64_t, const float *, const int32_t *, int64_t,
                              int64_t, int64_t, int, int, float *);
-int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const float *, const float *,
+int specserve_attend(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, const float *, const float *,
                      const float *, const int32_t *, const uint16_t *, const float *, int, int, float *);
 double dot_peak(int, const char *);  // of benchmarks/roof.cpp
 }
@@ -56,10 +56,10 @@ int main() {
                                                call.n[6], call.n[7], call.n[8], integer(9), integer(10), floats(6));
                 break;
             case kAttend:
-                result = specserve_attend(call.n[0], call.n[1], call.n[2], call.n[3], call.n[4], call.scale,
-                                          call.softcap, floats(0), floats(1), floats(2),
+                result = specserve_attend(call.n[0], call.n[1], call.n[2], call.n[3], call.n[4], call.n[5], call.scale,
+                                          call.softcap, floats(0), floats(1), buffers[2].empty() ? nullptr : floats(2),
                                           static_cast<const int32_t *>(at(3)), static_cast<const uint16_t *>(at(4)),
-                                          buffers[5].empty() ? nullptr : floats(5), integer(5), integer(6), floats(6));
+                                          buffers[5].empty() ? nullptr : floats(5), integer(6), integer(7), floats(6));
                 break;
             case kDotPeak: result = dot_peak(1, static_cast<const char *>(at(0))); break;
         }

@@ -90,11 +90,11 @@ class EmulatedLibrary:
         return seconds
 
     def specserve_attend(self, *arguments: Any) -> float:
-        size, cells, key_heads, heads, rows, scale, softcap, *addresses, sinks, is_8_bit, threads, out = arguments
-        in_cache, result_bytes = 4 * cells * key_heads * size, 4 * rows * heads * size
-        sizes = (result_bytes, in_cache, in_cache, 4 * cells, 2 * rows * cells)
-        inputs = [*map(ctypes.string_at, addresses, sizes), ctypes.string_at(sinks, 4 * heads) if sinks else b""]
-        numbers = size, cells, key_heads, heads, rows, is_8_bit, threads
+        size, value_size, cells, key_heads, heads, rows, scale, softcap, *addresses, is_8_bit, threads, out = arguments
+        result_bytes, in_cache = 4 * rows * heads * value_size, 4 * cells * key_heads
+        sizes = 4 * rows * heads * size, in_cache * size, in_cache * value_size, 4 * cells, 2 * rows * cells, 4 * heads
+        inputs = [ctypes.string_at(*part) if part[0] else b"" for part in zip(addresses, sizes, strict=True)]
+        numbers = size, value_size, cells, key_heads, heads, rows, is_8_bit, threads
         came, result = self._call(4, *numbers, floats=(scale, softcap), inputs=inputs, output=result_bytes)
         ctypes.memmove(out, result, len(result))
         return came

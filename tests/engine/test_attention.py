@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ __all__ = ["build_library"]
 MAX_ERROR = 5e-4
 
 
-def last_rows(seed: int, rows: int, *lengths: int, **sizes: int) -> AttentionCase:
+def last_rows(seed: int, rows: int, *lengths: int, **sizes: Any) -> AttentionCase:
     """The last rows of each of some sequences: a row does not see the tokens of those after it."""
     case = conversations(seed, lengths, **sizes)
     random = np.random.default_rng(seed + 1)
@@ -69,6 +70,26 @@ def test_the_8_bit_cache_is_as_exact_as_q8_0() -> None:
 
 
 @pytest.mark.usefixtures("variant")
+def test_values_may_be_narrower_than_keys_or_a_part_of_them() -> None:
+    """As in DeepSeek, with its latent attention or without; up to 128 query heads share a key head."""
+    for size, value_size in ((48, 32), (96, 64), (192, 128), (576, 512)):
+        for seed, lengths in enumerate(LENGTHS):
+            sizes: dict[str, Any] = {"size": size, "value_size": value_size}
+            case = conversations(seed, lengths, **sizes, key_heads=1 + seed % 2)
+            assert case.error(threads=1 + seed % 3) < MAX_ERROR
+            shared = (1, 4, 20, 128)[seed]
+            latent = conversations(seed, lengths, **sizes, key_heads=1, shared=shared, latent=True)
+            assert latent.error(threads=1 + seed % 3) < MAX_ERROR
+            if size % 32 == 0:
+                assert replace(latent, is_8_bit=True).error() < 20 * MAX_ERROR
+            several = last_rows(seed, 8, 300, **sizes, key_heads=1, shared=shared, latent=True)
+            several.queries[..., value_size:] /= 50
+            assert several.error(threads=1 + seed % 3) < MAX_ERROR
+            latent.keys[..., 0] = 100  # nearly the whole norm: sums are as large as they may be
+            assert replace(latent, queries=0 * latent.queries).error() < MAX_ERROR
+
+
+@pytest.mark.usefixtures("variant")
 def test_any_rows_scores_and_values_are_exact() -> None:
     """With queries 100 times as large one key takes all the weight; values may be large, too, or all zero."""
     for rows in (*range(1, 10), 16, 17, 33):
@@ -106,7 +127,9 @@ def test_soft_caps_and_sinks_are_exact() -> None:
 def test_a_row_has_the_same_bits_alone_and_in_any_company() -> None:
     """With other rows, sequences and threads, cells in another order; many rows are divided in another way than few."""
     for seed, lengths in enumerate([(40, 200, 300), (1, 64, 65, 256, 257, 700), range(500, 533)] * 2):
-        case = replace(conversations(seed, lengths, size=64), is_8_bit=seed > 2)
+        latent: dict[str, Any] = {"value_size": 32, "key_heads": 1, "shared": 40, "latent": True}
+        case = conversations(seed, lengths, size=64, **latent if seed in {0, 4} else {})
+        case = replace(case, is_8_bit=seed > 2)
         if seed % 2:
             case = replace(case, softcap=2, sinks=np.linspace(-1, 2, case.queries.shape[1], dtype=np.float32))
         together = case.attend(threads=2)
@@ -157,6 +180,7 @@ PLANTED = {
     "what is hidden": ("rows[q / heads].visible[block]", "rows[0].visible[block]"),
     "an uncapped score": ("is_capped ? capped(x, softcap) : x", "x"),
     "the scale of another head": ("stored.scale(key_head, cells[i]) : 0", "stored.scale(0, cells[i]) : 0"),
+    "the scale of another part": ("std::copy(rest.scales, rest", "std::copy(keys.scales, keys"),
 }  # fmt: skip
 
 
@@ -168,7 +192,8 @@ def test_planted_faults_fail_the_trial_and_these_tests(
     for fault, change in PLANTED.items():
         faulty = build_library(fault.replace(" ", "_"), ("attention.h", *change))
         monkeypatch.setattr(kernel_trial, "library", lambda faulty=faulty: faulty)
-        assert replace(last_rows(7, 4, 300), softcap=2).error() > 10 * MAX_ERROR
+        ordinary, latent = last_rows(7, 4, 300), last_rows(7, 4, 300, value_size=32, key_heads=1, latent=True)
+        assert max(replace(ordinary, softcap=2).error(), latent.error()) > 10 * MAX_ERROR
         assert kernel_trial.wrong_results().keys() == {"attention"}
     monkeypatch.setattr(kernel_library, "library_path", lambda: Path(faulty._name))
     with pytest.raises(Unusable, match=r"wrong results: attention \(an error of"):
@@ -177,8 +202,8 @@ def test_planted_faults_fail_the_trial_and_these_tests(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With heads of 32 numbers, a block of Q8_0."""
-    return tiny_model(tmp_path_factory.mktemp("tiny"), "q4_0", WIDTH=128)
+    """With heads of 64 numbers, which llama.cpp turns before it rounds them to Q8_0."""
+    return tiny_model(tmp_path_factory.mktemp("tiny"), "q4_0", WIDTH=256)
 
 
 TOKENS = [(17 * position) % 200 + 20 for position in range(600)]

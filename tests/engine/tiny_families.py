@@ -78,6 +78,7 @@ LATENT: Keys = {
     "attention.kv_lora_rank": 64,
     "attention.q_lora_rank": 64,
 }
+WIDE_KEYS: Keys = {"attention.key_length": 96, "rope.dimension_count": 32, "attention.head_count_kv": 4}
 
 DENSE = ["qwen2", "qwen3", "llama", "phi3", "mistral3", "smollm3", "olmo2", "minicpm", "granite", "glm4", "command-r"]
 DENSE += ["ernie4_5", "hunyuan-dense", "seed_oss", "gemma", "phi2", "falcon", "stablelm", "internlm2"]
@@ -108,10 +109,10 @@ FAMILIES: dict[str, Keys] = {
     "gemma2": WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
     "gpt-oss": WINDOW | EXPERTS,
     "gemma3n": WINDOW | {"altup.num_inputs": 4, "altup.active_idx": 0},
-    "deepseek2": EXPERTS | LATENT,
+    **dict.fromkeys(("deepseek2", "mistral4"), EXPERTS | LATENT),
+    "minicpm3": LATENT | WIDE_KEYS,
     "bitnet": {},
     "refact": {},
-    "minicpm3": LATENT | {"attention.head_count_kv": 4, "attention.key_length": 96, "rope.dimension_count": 32},
 }
 # What is no model that writes text, or one that llama.cpp computes wrong.
 UNFIT: dict[str, Keys] = {

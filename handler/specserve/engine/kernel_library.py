@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_double,
         [_INT, _INT, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, *[_LONG] * 3, _INT, _INT, _POINTER],
     ),
-    "attend": (_INT, [*[_LONG] * 5, *[ctypes.c_float] * 2, *[_POINTER] * 6, _INT, _INT, _POINTER]),
+    "attend": (_INT, [*[_LONG] * 6, *[ctypes.c_float] * 2, *[_POINTER] * 6, _INT, _INT, _POINTER]),
     "new_cache": (_POINTER, []),
     "free_cache": (None, [_POINTER]),
     "begin_pass": (None, [_POINTER, _POINTER, _LONG, _POINTER]),

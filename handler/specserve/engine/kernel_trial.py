@@ -112,8 +112,9 @@ def _attention_error() -> float:
         visible = (cells % 3 != 2) & (cells < 300 - rows + np.arange(rows)[:, None] + 1)
         positions = (cells // 3 * 2 + cells % 3).astype(np.int32)
         softcap, sinks = (2.0, random.normal(size=6).astype(np.float32)) if rows == 5 else (0, None)
-        found = attend(queries, keys, values, positions, visible, softcap=softcap, sinks=sinks, threads=2)
-        exact = exact_attention(queries, keys, values, visible, softcap=softcap, sinks=sinks)
+        of_cells = (keys[:, :1], keys[:, :1, :32]) if rows == 4 else (keys, values)
+        found = attend(queries, *of_cells, positions, visible, softcap=softcap, sinks=sinks, threads=2)
+        exact = exact_attention(queries, *of_cells, visible, softcap=softcap, sinks=sinks)
         differences = np.inf if found is None else np.nan_to_num(np.abs(found - exact), nan=np.inf)
         errors.append(float(np.max(differences) / np.sqrt(np.mean(exact**2))))
     return max(errors)
@@ -186,7 +187,7 @@ def product(
 def attend(
     queries: FloatArray,  # [rows, heads, size]
     keys: FloatArray,  # [cells, key heads, size]
-    values: FloatArray,  # likewise
+    values: FloatArray,  # [cells, key heads, size of a value]; or of a single head a view of the keys, as in DeepSeek
     positions: NDArray[np.int32],  # [cells]
     visible: NDArray[np.bool_],  # [rows, cells]
     *,
@@ -195,15 +196,17 @@ def attend(
     is_8_bit: bool = False,
     threads: int = 1,
 ) -> FloatArray | None:
-    """Attend by the variant in use, in a graph; shape (rows, heads, size), None if llama.cpp attended."""
+    """Attend by the variant in use, in a graph; shape (rows, heads, size of a value), None if llama.cpp attended."""
     (rows, heads, size), (cells, key_heads, _) = queries.shape, keys.shape
     mask = np.where(visible, np.float16(0), np.float16(-np.inf))
     arrays: list[NDArray[Any]] = [queries.transpose(1, 0, 2), keys, values, positions, mask]
     inputs = [np.ascontiguousarray(array) for array in arrays]
-    out = np.full(queries.shape, np.nan, np.float32)
+    out = np.full((rows, heads, values.shape[2]), np.nan, np.float32)
     addresses: list[int | None] = [array.ctypes.data for array in inputs]
     addresses.append(None if sinks is None else sinks.ctypes.data)
-    numbers = size, cells, key_heads, heads, rows, size**-0.5, softcap
+    if np.may_share_memory(keys, values):
+        addresses[2] = None
+    numbers = size, values.shape[2], cells, key_heads, heads, rows, size**-0.5, softcap
     return out if library().specserve_attend(*numbers, *addresses, is_8_bit, threads, out.ctypes.data) else None
 
 

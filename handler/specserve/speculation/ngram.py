@@ -222,17 +222,14 @@ class _Aligned:
         """The position that an answer of so many tokens leads up to, and how many of its last tokens say so.
 
         While the answer follows the prediction that is the next position. Elsewhere the longest match counts, and among
-        equals the nearest to where the answer left; without any, a single equal token a short way ahead of there.
+        equals the nearest to where the answer left.
         """
         index, left = self.index, self.position
         expected = left + answered - self.answered
         run = index.agreement(expected, suffix) if expected <= len(index) else 0
         if run >= min(2 * _IN_TEXT, answered):
             return expected, run
-        found = max(index.matches(suffix, _SEARCHED), key=lambda match: (match[1], -abs(match[0] - left)), default=None)
-        if found is None and suffix[-1] in (ahead := index.tokens[left : left + 2 * _LONGEST]):
-            found = left + ahead.index(suffix[-1]) + 1, 1
-        return found
+        return max(index.matches(suffix, _SEARCHED), key=lambda match: (match[1], -abs(match[0] - left)), default=None)
 
 
 class PredictionProposer(Proposer):

@@ -41,6 +41,9 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # The decay of a sequence's recent tokens and passes per round, and the cap on its recent speed-up: when a long copy
 # ends, its speed ends with it (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
+# How much dearer a round's time becomes by each further sequence: without it four clients on a slow Zen 4 get 1.058
+# times plain decoding instead of 1.090, with .12 or .25 instead of .18 as much (benchmarks/simulate.py --clients 2 4).
+_SHARED_MARGIN = 0.18
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
 # lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).
 _ANSWERS, _SHORTER, _ASSUMED = 200, 0.1, tuple(2.0**power for power in range(1, 12))
@@ -189,12 +192,14 @@ class Controller:
     def prices(self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int) -> Prices:
         """What passes cost in this round, in which at least one sequence decodes.
 
-        A second is worth the sum of the sequences' speed-ups, divided by the seconds of a pass without drafts. The KV
-        lengths are the numbers of tokens that a row attends to.
+        A second is worth the sum of the sequences' speed-ups, divided by the seconds of a pass without drafts. Each
+        further sequence adds a margin, because a rejected draft delays it too. The KV lengths are the numbers of tokens
+        that a row attends to.
         """
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)
         value = speedups / target.seconds(len(decoding), target_kv_len)
+        value *= 1 + _SHARED_MARGIN * (len(decoding) - 1)
         return Prices(
             target=lambda rows: value * target.seconds(rows, target_kv_len),
             draft=lambda rows: value * draft.seconds(rows, draft_kv_len) if draft else 0.0,

@@ -3,14 +3,10 @@
 import gc
 import json
 import re
-import socket
-import sys
 import threading
 import time
 import weakref
-from importlib import import_module
 from itertools import product
-from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -247,20 +243,6 @@ def test_a_disconnect_from_a_whole_response_is_noticed(front_end: FrontEnd, monk
     assert front_end.sequences() == (0, 0)
 
 
-def test_torchserve_passes_json_bodies_on_unparsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This calls TorchServe's own decoder of requests, which reads the environment for every body."""
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    decoder = import_module("ts.protocol.otf_message_handler")
-    name, kind, body = b"body", b"application/json", json.dumps(BODY).encode()
-    frame = b"".join(len(part).to_bytes(4, "big") + part for part in (name, kind, body))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(frame)
-        decoded = decoder._retrieve_input_data(theirs)
-    assert bytes(decoded["value"]) == body
-    assert front_end.ask(decoded["value"])["choices"]
-
-
 def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     long = front_end.post({**BODY, "max_tokens": 50, "user": "x" * 100_000})
     short = front_end.begin({**BODY, "max_tokens": 50, "user": "x" * 1_000})
@@ -269,19 +251,6 @@ def test_a_long_body_is_sent_to_the_handler_once(front_end: FrontEnd) -> None:
     front_end.run()
     assert front_end.answer(long)["usage"]["completion_tokens"] > 0
     assert front_end.refusal({**BODY, "prompt": "x" * 100_000})[0] == 400
-
-
-def test_streams_wait_once_for_a_long_parse(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    front_end.begin({**BODY, "stream": True, "max_tokens": 40})
-    release, wait, encode = threading.Event(), Mock(), FakeVocabulary.encode
-    monkeypatch.setattr(FakeVocabulary, "encode", lambda *a, **options: release.wait(10) and encode(*a, **options))
-    monkeypatch.setattr(parser, "wait", wait)
-    for _ in range(3):
-        front_end.begin(BODY)
-    assert [call.args[1] for call in wait.mock_calls] == [parser._PARSE_SECONDS, 0.0, 0.0]
-    release.set()
-    monkeypatch.undo()
-    front_end.run()
 
 
 def test_a_request_that_forbids_every_token_is_told_so_and_no_other_suffers(front_end: FrontEnd) -> None:

@@ -41,8 +41,9 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # The decay of a sequence's recent tokens and passes per round, and the cap on its recent speed-up: when a long copy
 # ends, its speed ends with it (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
-# How much dearer a round's time becomes by each further sequence: without it four clients on a slow Zen 4 get 1.058
-# times plain decoding instead of 1.090, with .12 or .25 instead of .18 as much (benchmarks/simulate.py --clients 2 4).
+# How much dearer a round's time becomes by each further sequence: four clients on a slow Zen 4 get 1.058 times plain
+# decoding without it, 1.090 with it; on Zen 5 1.168 with .12, 1.180 with .18, 1.183 with .25
+# (benchmarks/simulate.py --clients 2 4).
 _SHARED_MARGIN = 0.18
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
 # lengths of 2 to 2,048 tokens (benchmarks/decode.py --families short).

@@ -22,7 +22,7 @@ from specserve.api.routes import Routes
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Left
-from specserve.observability.metrics import Metrics
+from specserve.observability.metrics import DRAFT_MODEL, Metrics
 from specserve.torchserve import handler as torchserve
 
 
@@ -335,6 +335,25 @@ def test_what_a_round_raises_fails_its_sequences(front_end: FrontEnd, monkeypatc
             front_end.run()
         assert (front_end.status[failed], front_end.answer(failed)["error"]["type"]) == (500, "server_error"), name
         assert front_end.ask(BODY)["choices"]
+
+
+def test_a_draft_model_that_fails_changes_no_answer_and_is_reported(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gauges: list[float] = []
+    monkeypatch.setattr(Metrics, "emit", lambda _metrics, values: gauges.append(values[DRAFT_MODEL]))
+    body = {**BODY, "max_tokens": 60, "ignore_eos": True}
+    body["speculation"] = {"mode": "fixed", "gamma": 3, "drafter": "model"}
+    expected = front_end.ask(body)["choices"][0]["text"]
+    assert front_end.speculation_status()["draft_model_up"]
+    stream = front_end.begin({**body, "stream": True})
+    front_end.draft.fail_after = 0
+    front_end.run()
+    assert front_end.output(stream) == expected
+    assert not front_end.speculation_status()["draft_model_up"]
+    assert (gauges[0], gauges[-1]) == (1, 0)
+    [line] = [record for record in caplog.records if "Decoding goes on without it" in record.message]
+    assert line.levelname == "ERROR"
 
 
 def test_metrics_that_cannot_be_sent_are_logged_once_and_fail_nobody(

@@ -99,11 +99,11 @@ def test_confidence_rises_with_the_match_and_falls_where_occurrences_differ() ->
     text = list(range(50))
     for found in (
         [lookup([*text, *text[10 : 10 + n]]).confidence for n in (2, 4, 8, 16, 32)],
-        [predicted(text, [99, *text[10 : 10 + n]]).confidence for n in (2, 4, 8, 16, 32)],
+        [predicted(text, [99, *text[10 : 10 + n]]).confidence for n in (1, 2, 4, 8, 16, 32)],
     ):
         first = [confidence[0] for confidence in found]
         assert first == sorted(first)
-        assert first[0] < 0.8
+        assert first[0] < 0.5
         assert first[-1] > 0.95
         assert found[0] == sorted(found[0])
     once = lookup([1, 2, 3, 7, 8, 9, 1, 2]).confidence[0]
@@ -204,8 +204,9 @@ def test_an_answer_is_found_again_after_other_tokens() -> None:
     assert predicted(page, [*page[:10], 1, 2, 3, *page[10:12]]).tokens[:2] == page[12:14], "an insertion"
     assert predicted(page, [*page[:10], *page[30:32]]).tokens[:2] == page[32:34], "a deletion"
     assert predicted(page, [*page[:10], 1, 2, *page[12:14]]).tokens[:2] == page[14:16], "a replacement"
+    assert predicted(page, [*page[:10], 1, page[11]]).tokens[:2] == page[12:14], "by a single token"
     assert predicted(page, [*page[:10], 1]) == ([], []), "while it is elsewhere nothing is proposed"
-    assert predicted(page, [*page[:10], page[90]]) == ([], []), "a single token is no match"
+    assert predicted(page, [*page[:10], page[90]]) == ([], []), "a single token far away is no match"
 
 
 def test_the_longest_match_counts_and_among_equals_the_nearest_to_where_the_answer_left() -> None:

@@ -222,14 +222,17 @@ class _Aligned:
         """The position that an answer of so many tokens leads up to, and how many of its last tokens say so.
 
         While the answer follows the prediction that is the next position. Elsewhere the longest match counts, and among
-        equals the nearest to where the answer left.
+        equals the nearest to where the answer left; without any, a single equal token a short way ahead of there.
         """
         index, left = self.index, self.position
         expected = left + answered - self.answered
         run = index.agreement(expected, suffix) if expected <= len(index) else 0
         if run >= min(2 * _IN_TEXT, answered):
             return expected, run
-        return max(index.matches(suffix, _SEARCHED), key=lambda match: (match[1], -abs(match[0] - left)), default=None)
+        found = max(index.matches(suffix, _SEARCHED), key=lambda match: (match[1], -abs(match[0] - left)), default=None)
+        if found is None and suffix[-1] in (ahead := index.tokens[left : left + 2 * _LONGEST]):
+            found = left + ahead.index(suffix[-1]) + 1, 1
+        return found
 
 
 class PredictionProposer(Proposer):

@@ -93,10 +93,6 @@ class Constraint(Protocol):
     where the round has no time left for it.
     """
 
-    @property
-    def allows_text(self) -> bool:
-        """Whether the completion is free text until a call begins."""
-
     def allowed(self, written: abc.Sequence[int]) -> NDArray[np.bool_] | None:
         """The tokens that may follow this beginning of the completion, shape (vocabulary,); None allows all."""
 

@@ -64,14 +64,6 @@ def test_an_offer_is_drafted_up_to_its_first_end_token(drafter: DrafterName) -> 
         assert pair.target.decoded[-1].token == END_TOKEN
 
 
-def test_no_drafter_is_asked_after_a_drafted_end_token() -> None:
-    asked: list[list[int]] = []
-    pair = FakePair(blend=0.0, proposers=[scripted("lookup", [], asked)])
-    pair.answers(PROMPTS, gamma=GAMMA)
-    assert max(map(len, asked)) > 3
-    assert not any(END_TOKEN in drafts for drafts in asked)
-
-
 def test_end_tokens_of_the_prompt_end_no_answer_that_may_have_none() -> None:
     """With `ignore_eos`: a lookup that proposes the end of an earlier turn is wrong, and others are found after it."""
     turn = [3, 4, 5, 6, 7, 8]
@@ -134,20 +126,3 @@ def test_an_end_token_is_no_alternative() -> None:
             # On a slow machine some age, and preempt others, whose next token then comes with a prefill.
             in_rounds = sequence.generated - sequence.preemptions
             assert stats.committed == stats.accepted + stats.rounds + stats.adopted == in_rounds
-
-
-def test_nothing_is_learned_from_what_would_follow_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that agree after an end token, and models that do not, teach the same."""
-
-    def learned(*, agree: bool) -> object:
-        pair = FakePair(blend=0.0)
-        after = pair.draft.logits
-
-        def logits(context: list[int]) -> FloatArray:
-            return after(context) if agree or END_TOKEN not in context[-2:] else np.roll(after(context), 1)
-
-        monkeypatch.setattr(pair.draft, "logits", logits)
-        pair.answers(PROMPTS, gamma=GAMMA)
-        return pair.controller.acceptance.learned
-
-    assert learned(agree=True) == learned(agree=False)

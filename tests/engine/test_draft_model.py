@@ -102,15 +102,6 @@ def test_the_draft_prefill_that_is_told_is_the_one_that_is_read_also_where_a_slo
     assert told == read == [6, *[1] * 6, 6, *[1] * 4]
 
 
-def test_of_a_long_sequence_the_model_reads_the_last_tokens() -> None:
-    """The window is 64 tokens."""
-    for length, read in ((40, 40), (64, 64), (80, 64), (500, 64)):
-        model, [step] = model_and_steps(length, max_rows=64)
-        assert model.draft_prefill(step) == read
-        assert rows_read(model, step) == [read]
-        assert model.cache.start(0) == length - read
-
-
 def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     """What the model has read before stays of use to it."""
     model, [step] = model_and_steps(500, max_rows=64)

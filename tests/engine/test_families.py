@@ -56,21 +56,6 @@ def test_greedy_output_is_the_same_with_and_without_speculation(pair: Pair, arch
         assert second.stats.accepted > max(0.6 * len(plain.answer), first.stats.accepted - 1)
 
 
-def test_seeded_output_is_the_same_with_and_without_speculation_and_another_for_each_seed(pair: Pair) -> None:
-    answers = set()
-    for seed in range(3):
-        fields: dict[str, Any] = {"seed": seed, "temperature": 0.9, "max_tokens": 60, **without_end_tokens(pair)}
-        plain = pair.complete(PROMPTS[0], **fields, speculation=PLAIN).sequence
-        assert len(plain.answer) == 60
-        answers.add(tuple(plain.answer))
-        for gamma in GAMMAS:
-            speculative = pair.complete(PROMPTS[0], **fields, speculation=fixed_gamma(gamma)).sequence
-            assert speculative.speculation.verification == "coupled"
-            assert speculative.answer == plain.answer
-            assert 0 < speculative.stats.accepted < speculative.stats.drafted
-    assert len(answers) == 3
-
-
 def test_an_end_token_is_parsed_in_a_prompt_ends_the_output_and_has_no_text(pair: Pair, architecture: str) -> None:
     name = END_OF_TEXT[architecture]
     before, after = pair.vocabulary.encode("", special=True), pair.vocabulary.encode(name, special=True)

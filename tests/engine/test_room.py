@@ -164,14 +164,3 @@ def test_drafts_are_shortened_before_a_sequence_is_preempted() -> None:
     gammas = [len(step.drafts) for step in pair.records.rounds if step.is_decode_round]
     assert gammas[:2] == [5, 5]
     assert min(gammas) < 5
-
-
-def test_a_promise_covers_what_was_generated_and_never_more_than_the_answer_may_have() -> None:
-    pair = FakePair()
-    sequence = pair.submit([1, 2, 3], max_tokens=10)
-    promises = []
-    for _ in range(10):
-        promises.append(admission.promised_cells(sequence))
-        sequence.tokens.append(5)
-    assert promises == [7] * 4 + [11] * 4 + [13] * 2
-    assert admission.promised_cells(pair.submit([1, 2, 3], max_tokens=0)) == 3

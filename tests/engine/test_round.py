@@ -14,7 +14,6 @@ from fake_pair import VOCABULARY, FakePair, detokenize, plain_greedy
 from specserve.sampling.distribution import FloatArray
 from specserve.sequence import SamplingParams
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.step import SequenceStep
 
 PROMPT = [1, 2, 3]
 
@@ -76,18 +75,6 @@ def test_round_time_is_charged_to_the_sequences_that_lengthen_it() -> None:
     assert other == pytest.approx(dict.fromkeys(other, other["plain"]))
     assert last["drafted"].seconds.draft > 0
     assert last["plain"].seconds.draft == last["prefilled"].seconds.draft == 0
-
-
-def test_a_sequence_is_not_charged_for_drafts_of_other_sequences() -> None:
-    pair = FakePair(blend=1.0)
-    drafted = pair.submit(PROMPT, max_tokens=100)
-    other = pair.submit([4, 5], gamma=16, mode="auto", max_tokens=100)
-    pair.run_until(lambda: drafted.done or other.generated >= 90)
-    assert drafted.stats.drafted > 20
-    assert other.stats.drafted == 0
-    # None would mean that its drafts have lost too much time.
-    prices = pair.controller.prices([other], 0, 0)
-    assert pair.controller.candidate(SequenceStep(other, 0, 1, 8), 1, prices)
 
 
 def test_verification_and_drawing_are_part_of_the_cost_of_a_pass_but_masks_and_logprobs_are_not() -> None:

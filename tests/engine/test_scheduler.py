@@ -228,24 +228,6 @@ def test_scoring_many_prompts_respects_the_engines_max_logits() -> None:
     assert all(len(sequence.prompt_scores) == 19 and sequence.finish_reason == "length" for sequence in sequences)
 
 
-def drafted_after_arrivals(running: int, *arriving: list[int]) -> int:
-    """How many tokens are drafted for adaptive sequences in the six rounds after these prompts arrive."""
-    pair = FakePair(blend=0.0, costs=(flat(), flat(0.25)), prefill_rows=4)
-    stats = [pair.submit([n, 1, 2], gamma=8, mode="auto", max_tokens=200).stats for n in range(running)]
-    pair.step(8)
-    before = sum(counted.drafted for counted in stats)
-    for prompt in arriving:
-        pair.submit(prompt, gamma=0)
-    pair.step(6)
-    return sum(counted.drafted for counted in stats) - before
-
-
-def test_a_prefill_shortens_the_drafts_of_others_a_queued_request_does_not() -> None:
-    """Shorter rounds give a prefill its first token sooner; a queued request needs running sequences to end early."""
-    assert 0 < drafted_after_arrivals(SLOTS - 1, LONG) < drafted_after_arrivals(SLOTS - 1)
-    assert drafted_after_arrivals(SLOTS, LONG) == drafted_after_arrivals(SLOTS) > 0
-
-
 def test_records_add_up_to_the_prefill_and_decode_time_of_a_sequence() -> None:
     pair = FakePair()
     stats = pair.answer(LONG[:50]).stats

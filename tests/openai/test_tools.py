@@ -252,12 +252,6 @@ def test_a_template_without_tools_has_them_in_its_texts() -> None:
     assert rendered.endswith("<user><tool_response>\nsunny\n</tool_response>")
 
 
-def test_a_template_whose_format_is_unknown_is_told_ours() -> None:
-    source = "{% if tools %}Write CALL:name(arguments).{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert "CALL:" not in prompt_of(source)
-    assert "<tool_call>" in prompt_of(source)
-
-
 def test_a_template_that_shows_calls_in_doubled_braces_shows_them_in_single_ones() -> None:
     """That of Qwen2.5-Coder's larger models, whose models else write calls so."""
     source = (

@@ -57,7 +57,6 @@ class Alternating:
     The output is complete after `length` tokens; from `fails_at` tokens on there is no mask but a `ConstraintError`.
     """
 
-    allows_text = False
     relaxed = ()
 
     def __init__(self, size: int, *, length: int = 10**6, fails_at: int | None = None, least: int = 0) -> None:

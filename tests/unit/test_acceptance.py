@@ -84,16 +84,6 @@ def test_where_the_acceptance_probability_is_known_it_teaches_and_not_the_outcom
         assert least < acceptance.of_token(sequence(SAMPLED), "model", 0.9) < most
 
 
-def test_a_refused_offer_teaches_by_what_the_target_says_in_its_place() -> None:
-    for token, is_right in ((3, True), (2, False)):
-        acceptance, own = Acceptance(), sequence()
-        before = acceptance.of_token(own, "lookup", 0.6)
-        step = step_of(own)
-        step.refused.append(Draft(token, None, "lookup", 0.6))
-        learn(acceptance, step)
-        assert (acceptance.of_token(own, "lookup", 0.6) > before) == is_right
-
-
 def test_alternatives_teach_up_to_the_one_that_was_recovered() -> None:
     acceptance, own = Acceptance(), sequence()
     before = acceptance.of_token(own, "alternative", 0.6), acceptance.of_token(own, "alternative", 0.3)

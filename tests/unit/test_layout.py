@@ -38,29 +38,6 @@ def test_whitespace_of_dumped_json_is_predicted_after_the_first_entry() -> None:
         assert len(seen) > 50
 
 
-ONE_LINE, BEGUN = b'{\n  "a": [1, 2],\n  "b": [', b'{\n    "a": 1,\n'
-
-
-def test_whitespace_is_predicted_before_a_character() -> None:
-    for text, character, expected in (
-        # Lists on one line among indented entries.
-        (ONE_LINE, "3", b""),
-        (ONE_LINE + b"3", ",", b""),
-        (ONE_LINE + b"3,", "4", b" "),
-        (ONE_LINE + b"3", "]", b""),
-        (ONE_LINE + b"3]", "}", b"\n"),
-        # The rest of a gap, and one that differs.
-        (BEGUN, '"', b"    "),
-        (BEGUN + b"    ", '"', b""),
-        (BEGUN + b"     ", '"', None),
-        (BEGUN + b"\t", '"', None),
-        # Brackets beyond the maximum depth share one layout.
-        (b"[" * 50 + b"1, 2,", "3", b" "),
-        (b"[" * 50 + b"1, 2]", "]", b""),
-    ):
-        assert Layout().read(text).before(ord(character)) == expected, (text, character)
-
-
 def test_layout_of_deep_brackets_is_small() -> None:
     layout = Layout()
     for depth in range(3000):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from constraints import Alternating
 from costs import FixedCost, flat, proportional, stairs, table
 from specserve.sequence import SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from specserve.speculation.costs import CostTable
@@ -95,28 +94,6 @@ def test_a_draft_prefill_that_cannot_pay_keeps_no_other_sequence_from_drafting()
     assert choose_for_model([full, long_answer], prices)[0] == {1: 0}
 
 
-def test_what_is_certain_is_drafted_and_others_are_weighed_by_what_they_add() -> None:
-    """A pass of the draft model costs a token whatever it reads; alone, no draft is worth that."""
-    prices = Prices(lambda rows: 1.0 + 0.1 * rows, lambda rows: float(rows > 0), rows=2)
-    weighed, certain = Candidate(1.0, 0.6, 1), Candidate(1.0, 0.1, 4, is_certain=True)
-    assert choose_for_model([weighed], prices)[0] == {}
-    assert choose_for_model([weighed, certain], prices)[0] == {1: 0, 0: 0}
-    assert choose_for_model([certain], prices) == ({0: 0}, 0.0)
-    blocks = replace(prices, block_length=3)
-    assert choose_for_model([weighed, certain], blocks)[0] == {1: 2, 0: 0}, "each as many masks as it has room for"
-    full_beside_certain = Prices(lambda rows: 9.0 * (rows > 3), lambda _rows: 0.0, rows=2)
-    assert choose_for_model([weighed, certain], full_beside_certain)[0] == {1: 0}
-
-
-def test_several_tokens_are_drafted_in_one_pass_where_their_passes_cost_more_than_they_are_likelier() -> None:
-    """Four tokens bring 2.95 tokens one by one, for four passes, and 1.93 behind masks, for one."""
-    candidate = Candidate(1.0, 0.9, 4, masked_acceptance=0.6)
-    for cost, masks in ((0.2, 0), (0.4, 3), (3.0, 0)):
-        prices = prices_of([0.0] * 50, [cost] * 50, block_length=4)
-        chosen, gain = choose_for_model([candidate], prices)
-        assert chosen == ({0: masks} if gain else {})
-
-
 def proposal_length(
     probabilities: list[float], prices: Prices, by_model: Candidate | None = None, reached: float = 1.0
 ) -> int:
@@ -154,14 +131,6 @@ def test_in_mode_fixed_an_offer_is_drafted_up_to_what_the_model_is_likelier_to_g
     assert controller().proposal_length(step, [0.9, 0.7, 0.3], None, prices) == 3
 
 
-def test_a_proposal_takes_the_place_of_tokens_behind_masks_only_where_it_gains_more() -> None:
-    step, prices = SequenceStep(sequence(), 0, 1, 8), prices_of([0.1 * rows for rows in range(50)], STAIRS)
-    for behind, length in (([0.9, 0.9], 0), ([0.5, 0.9], 2), ([0.5], 2)):
-        assert controller().proposal_length(step, [0.8, 0.8], None, prices, behind) == length
-    fixed = SequenceStep(sequence("fixed"), 0, 1, 8)
-    assert controller().proposal_length(fixed, [0.9, 0.7, 0.3], None, prices, [0.6, 0.9]) == 2
-
-
 def test_where_no_likely_drafts_pay_only_fixed_sequences_are_asked() -> None:
     dear, cheap = prices_of([float(rows) for rows in range(50)], STAIRS, 3), prices_of([1.0] * 50, [0.0] * 50, 3)
     model_dear = prices_of([1.0] * 50, [9.0 * rows for rows in range(50)], 3)
@@ -196,13 +165,12 @@ def test_time_is_worth_plain_decoding_times_the_measured_speedup() -> None:
     own = controller()
     one, other = sequence(), sequence()
 
-    def value(*sequences: Sequence, waiting: int = 0) -> float:
+    def value(*sequences: Sequence) -> float:
         """Tokens that a pass of one row is worth, which takes a second."""
-        return own.prices(sequences, 0, 0, waiting).target(1)
+        return own.prices(sequences, 0, 0).target(1)
 
     assert value(one) == pytest.approx(1.0)
     assert value(one, other) == pytest.approx(1.18 * 2 / 1.7)
-    assert value(one, waiting=3) == pytest.approx(4.0)
     # A long copy may have given many times that; it says little about what follows its end.
     for tokens, extra, expected in ((3, 1.0, 1.5), (4, 1.0, 2.0), (16, 1.0, 2.0), (1, 1.0, 1.0)):
         for _ in range(50):
@@ -247,26 +215,6 @@ def test_a_draft_prefill_is_spread_over_the_tokens_that_follow_in_nine_of_ten_an
     for _ in range(200):
         own.forget(sequence(generated=5, max_tokens=5))
     assert tokens_that_share(own, sequence(generated=2)) == pytest.approx(98), "those that were cut off would go on"
-
-
-def test_answers_that_follow_a_grammar_have_lengths_of_their_own() -> None:
-    """Labels say nothing of text, which answers beside tool calls are."""
-
-    class BesideCalls(Alternating):
-        allows_text = True
-
-    def answer(kind: int, generated: int) -> Sequence:
-        made = sequence(generated=generated)
-        made.constraint = (None, BesideCalls(200), Alternating(200))[kind]
-        return made
-
-    for learned in range(3):
-        own = controller()
-        for _ in range(200):
-            own.forget(answer(learned, 3))
-        text, beside_calls, grammar = (tokens_that_share(own, answer(kind, 2)) for kind in range(3))
-        assert text == beside_calls
-        assert grammar < text if learned == 2 else text < grammar
 
 
 def test_each_pass_is_priced_at_the_length_of_its_own_cache() -> None:

@@ -54,15 +54,6 @@ def test_a_prompt_that_continues_a_finished_sequence_gets_its_slot_and_its_last_
         assert bench.target.cache[second.slot] == SYSTEM[:reused]
 
 
-def test_prefix_of_a_running_sequence_is_copied() -> None:
-    bench = Bench()
-    running = bench.start([*SYSTEM, 2])
-    other = bench.start([*SYSTEM, 4], prefill=False)
-    assert other.cached_tokens == len(SYSTEM)
-    assert bench.target.cache[other.slot] == SYSTEM
-    assert bench.target.cache[running.slot] == [*SYSTEM, 2]
-
-
 def test_short_common_prefix_is_copied_and_the_longer_one_stays_cached() -> None:
     for later in ([], [[2] * 20]):
         bench = Bench()

@@ -136,16 +136,6 @@ def test_whatever_comes_only_leaves_are_evicted_and_every_key_is_right(
         assert all(before in kept or before in OWNERS for before, _ in keys), "a block without the one before it"
 
 
-def test_owners_neither_see_nor_share_each_others_texts() -> None:
-    store = store_of(9)
-    added(store, 1, 2, owner=OWNERS[0])
-    assert [stored(store, 1, 2, owner=owner) for owner in OWNERS] == [2, 0, 0]
-    assert not loaded(store, Text(1, 2), 0, 64, OWNERS[1]).size
-    for owner in OWNERS[1:]:
-        added(store, 1, 2, owner=owner)
-    assert store.stored_bytes == 6 * BLOCK_BYTES
-
-
 def test_a_client_that_stores_without_end_pushes_out_its_own_texts() -> None:
     """Under one cache salt after another, too; the other client has less than half of the room."""
     store = store_of(10)

@@ -127,7 +127,7 @@ class Scheduler:
         # Grammar masks may delay other sequences as long as prefill may.
         self.limit_masks(self.max_wait_seconds)
         try:
-            run_round(self.target, self.drafters, steps, self.clock, awaiting_first_token=self.awaiting_first_token)
+            run_round(self.target, self.drafters, steps, self.clock)
         except EngineError as error:
             self._fail({step.sequence: error for step in steps})
         else:

@@ -68,7 +68,6 @@ class Constraint:
     (`CompiledGrammar`), and later calls only if the budget is spent, which all answers of the request share.
     """
 
-    allows_text = False
     # What a schema says and answers may break, by its keywords.
     relaxed: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
@@ -110,8 +110,6 @@ class CallConstraint:
 
     Free text has no masks and takes no time of the grammar's budget. Like `Constraint`, a function of tokens alone.
     """
-
-    allows_text: ClassVar[bool] = True
 
     call: Constraint  # the grammar of one block
     forms: Sequence[CallForm]  # in which a block may be written

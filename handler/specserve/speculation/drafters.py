@@ -12,7 +12,6 @@ the mask at its position is computed, so verification lacks at most the mask aft
 """
 
 import logging
-from collections import abc
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
@@ -22,7 +21,7 @@ from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
 from specserve.speculation.alternatives import alternatives_to, choose_alternatives
 from specserve.speculation.draft_model import DraftModel
-from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model
+from specserve.speculation.policy import Candidate, Controller, Prices, choose_for_model, is_fixed
 from specserve.speculation.proposers import Proposer
 from specserve.speculation.rejection import RULES
 from specserve.speculation.step import Draft, SequenceStep
@@ -62,14 +61,12 @@ class Drafters:
         for proposer in self._proposers:
             proposer.forget(sequence)
 
-    def draft(
-        self, steps: list[SequenceStep], kv_len: int, awaiting_first_token: int = 0, *, max_alternatives: int = 0
-    ) -> None:
+    def draft(self, steps: list[SequenceStep], kv_len: int, *, max_alternatives: int = 0) -> None:
         """Add drafts and alternatives to the steps of a round, at most `max_drafts` a step; see `run_round`."""
         if not any(step.max_drafts > 0 for step in steps):
             return
         decoding = [step.sequence for step in steps if not step.in_prefill]
-        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding), awaiting_first_token)
+        prices = self.controller.prices(decoding, kv_len, self.draft_kv_len(decoding))
         prices.rows = sum(step.rows for step in steps)
         drafting = self.controller.steps_to_draft(steps, prices)
         for step in drafting:
@@ -84,8 +81,8 @@ class Drafters:
                 return
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
 
-    def _draft_proposal(self, step: SequenceStep, prices: Prices, behind_masks: abc.Sequence[float] = ()) -> None:
-        """Draft what a proposer has that gains more than what is left behind masks, of this acceptance."""
+    def _draft_proposal(self, step: SequenceStep, prices: Prices) -> None:
+        """Draft what a proposer has that gains more than the draft model would."""
         sequence = step.sequence
         if not self._may_go_on(step):
             return
@@ -98,8 +95,7 @@ class Drafters:
             acceptance = [
                 self.controller.acceptance.of_token(sequence, proposer.name, stated) for stated in proposal.confidence
             ]
-            by_model = None if behind_masks else self._candidate(step, prices)
-            length = self.controller.proposal_length(step, acceptance, by_model, prices, behind_masks)
+            length = self.controller.proposal_length(step, acceptance, self._candidate(step, prices), prices)
             proposed = [
                 Draft(token, None, proposer.name, stated, probability)
                 for token, stated, probability in zip(*proposal, acceptance, strict=True)
@@ -123,9 +119,11 @@ class Drafters:
     def _chosen_for_model(self, drafting: list[SequenceStep], prices: Prices) -> list[tuple[SequenceStep, int]]:
         """The steps that the model's next pass drafts for, each with its number of mask tokens."""
         able = [(step, self._candidate(step, prices)) for step in drafting if step.rows_left > 0 and not step.error]
-        candidates = [(step, candidate) for step, candidate in able if candidate]
-        chosen = choose_for_model([candidate for _, candidate in candidates], prices).mask_tokens
-        return [(candidates[index][0], masks) for index, masks in chosen.items()]
+        auto = [(step, candidate) for step, candidate in able if candidate and not is_fixed(step)]
+        masks = choose_for_model([candidate for _, candidate in auto], prices).mask_tokens
+        most = prices.block_length
+        fixed = [(step, min(step.rows_left, most) - 1) for step, candidate in able if candidate and is_fixed(step)]
+        return [*fixed, *((auto[index][0], count) for index, count in masks.items())]
 
     def _candidate(self, step: SequenceStep, prices: Prices) -> Candidate | None:
         """What is known of a step before the model drafts its next token; None where it cannot or may not."""
@@ -153,7 +151,7 @@ class Drafters:
     def _draft_block(self, logits: list[FloatArray], step: SequenceStep, prices: Prices) -> None:
         """Draft from the model's logits of the next tokens: the first, and those behind masks that are worth a row.
 
-        Their confidences decide how many, before any is sampled. A proposal may take the place of the rest.
+        Their confidences decide how many, before any is sampled.
         """
         if not logits or not self._sample(logits[0], step, prices):
             step.model_ended = True
@@ -161,13 +159,10 @@ class Drafters:
         of_token = self.controller.acceptance.of_token
         behind = [of_token(step.sequence, "masked", confidence(row)) for row in logits[1:]]
         length, _ = self.controller.length_worth_drafting(step, behind, prices)
-        for index in range(length + 1):
-            drafted = len(step.drafts)
-            self._draft_proposal(step, prices, behind[index:length])
-            if len(step.drafts) > drafted or index == length or not self._may_go_on(step):
+        for row in logits[1 : 1 + length]:
+            if not self._may_go_on(step) or not self._sample(row, step, prices, behind_mask=True):
                 return
-            if not self._sample(logits[1 + index], step, prices, behind_mask=True):
-                return
+        self._draft_proposal(step, prices)
 
     def _sample(self, logits: FloatArray, step: SequenceStep, prices: Prices, *, behind_mask: bool = False) -> bool:
         """Sample a draft token from the model's logits; False where the grammar leaves none."""

@@ -20,7 +20,7 @@ the most there is.
 import math
 from collections import abc, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -41,8 +41,8 @@ _LOSS_PASSES, _LOSS_SHARE = 10.0, 0.01
 # The decay of a sequence's recent tokens and passes per round, and the cap on its recent speed-up: when a long copy
 # ends, its speed ends with it (benchmarks/decode.py --modes adaptive).
 _SPEEDUP_FADE, _MOST_SPEEDUP = 0.85, 2.0
-# How much dearer a round's time becomes by each further sequence: four clients on Zen 5 get 1.168 times plain decoding
-# with .12, 1.180 with .18, 1.183 with .25; two on a slow Zen 4 get 1.179, 1.183 and 1.177 times
+# How much dearer a round's time becomes by each further sequence: four clients on a slow Zen 4 get 1.058 times plain
+# decoding without it, 1.090 with it; on Zen 5 1.168 with .12, 1.180 with .18, 1.183 with .25
 # (benchmarks/simulate.py --clients 2 4).
 _SHARED_MARGIN = 0.18
 # Answers whose lengths are remembered, and the share of them that may be shorter than expected; a new server assumes
@@ -67,7 +67,6 @@ class Candidate(NamedTuple):
     acceptance: float  # the probability that its next draft token is accepted
     limit: int  # draft tokens that it may still have
     draft_prefill: float = 0.0  # the part that this round pays of the price of what the draft model has not read
-    is_certain: bool = False  # whether the next token is drafted whatever it gains
     pending: int = 1  # rows that the draft model reads in every round before it drafts
     masked_acceptance: float = 0.0  # the probability that a token behind a mask is accepted if all before it are
 
@@ -81,7 +80,7 @@ class ModelPass(NamedTuple):
     """The draft model's next pass."""
 
     mask_tokens: dict[int, int]  # of the sequences that it drafts for, by their index
-    gain: float = 0.0  # in tokens, of those that are not certain; 0.0 where nothing pays
+    gain: float = 0.0  # in tokens; 0.0 where nothing pays
 
 
 def rows_worth_adding(tokens: abc.Iterable[float], prices: Prices) -> tuple[int, float]:
@@ -102,37 +101,26 @@ def choose_for_model(candidates: abc.Sequence[Candidate], prices: Prices) -> Mod
     """For which sequences the draft model should draft, behind how many mask tokens, and the expected gain of going on.
 
     Several drafts can pay where one does not, and sequences share the passes of both models. So for every k and n the
-    gain of n more tokens for the first k sequences is computed, one by one and in one pass. What is certain is drafted
-    in any case, and the others are weighed by what they add to that pass.
+    gain of n more tokens for the first k sequences is computed, one by one and in one pass.
     """
     able = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
-    certain = {i: min(candidates[i].limit, prices.block_length) - 1 for i in able if candidates[i].is_certain}
-    weighed = [index for index in able if not candidates[index].is_certain]
-    weighed.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
-    beside = replace(prices, rows=prices.rows + len(certain))
-    rows_beside = len(certain) + sum(certain.values())
-    best = ModelPass(certain)
-    for k in range(1, len(weighed) + 1):
-        first_k = [candidates[index] for index in weighed[:k]]
+    able.sort(key=lambda i: candidates[i].draft_prefill - candidates[i].p_all_accepted * candidates[i].acceptance)
+    best = ModelPass({})
+    for k in range(1, len(able) + 1):
+        first_k = [candidates[index] for index in able[:k]]
         longest = max(candidate.limit for candidate in first_k)
         for in_one_pass in (False, True)[: 1 + (prices.block_length > 1)]:
             length = min(longest, prices.block_length) if in_one_pass else longest
-            n, gain = _best_length(first_k, length, beside, rows_beside, in_one_pass=in_one_pass)
+            n, gain = _best_length(first_k, length, prices, in_one_pass=in_one_pass)
             if gain > best.gain:
-                masks = {i: min(n, candidates[i].limit) - 1 if in_one_pass else 0 for i in weighed[:k]}
-                best = ModelPass(certain | masks, gain)
+                masks = {i: min(n, candidates[i].limit) - 1 if in_one_pass else 0 for i in able[:k]}
+                best = ModelPass(masks, gain)
     return best
 
 
-def _best_length(
-    candidates: list[Candidate], longest: int, prices: Prices, beside: int, *, in_one_pass: bool
-) -> tuple[int, float]:
-    """How many tokens to draft for each of these sequences, and the gain: 0 and 0.0 where none pay.
-
-    The draft model's first pass has `beside` more rows in any case.
-    """
-    base, base_draft = prices.target(prices.rows), prices.draft(beside)
-    pending = beside + sum(candidate.pending for candidate in candidates)
+def _best_length(candidates: list[Candidate], longest: int, prices: Prices, *, in_one_pass: bool) -> tuple[int, float]:
+    """How many tokens to draft for each of these sequences, and the gain: 0 and 0.0 where none pay."""
+    base, pending = prices.target(prices.rows), sum(candidate.pending for candidate in candidates)
     expected, drafts, price = 0.0, 0, sum(candidate.draft_prefill for candidate in candidates)
     best = 0, 0.0
     for n in range(1, longest + 1):
@@ -140,11 +128,11 @@ def _best_length(
         expected += sum(candidate.arrives(n, in_one_pass=in_one_pass) for candidate in drafting)
         drafts += len(drafting)
         if n == 1:
-            passes = prices.draft(pending) - base_draft
+            passes = prices.draft(pending)
         elif in_one_pass:
-            passes = prices.draft(pending + drafts - len(candidates)) - base_draft
+            passes = prices.draft(pending + drafts - len(candidates))
         else:
-            passes += prices.draft(beside + len(drafting)) - base_draft
+            passes += prices.draft(len(drafting))
         gain = expected - price - passes - (prices.target(prices.rows + drafts) - base)
         if gain > best[1]:
             best = n, gain
@@ -191,8 +179,7 @@ class Controller:
         self.block_length = block_length  # see `Prices`
         self.acceptance = Acceptance()
         self._balances: WeakKeyDictionary[Sequence, Balance] = WeakKeyDictionary()
-        # Lengths of the last answers: of those that follow a grammar, which are labels more often, and of others.
-        self._lengths = {is_grammar: deque(_ASSUMED, _ANSWERS) for is_grammar in (True, False)}
+        self._lengths = deque(_ASSUMED, _ANSWERS)  # of the last answers
 
     def balance(self, sequence: Sequence) -> Balance:
         return self._balances.setdefault(sequence, Balance())
@@ -200,21 +187,19 @@ class Controller:
     def forget(self, sequence: Sequence) -> None:
         """Forget an ended sequence except its length, which counts as infinite if the token limit cut it off."""
         if sequence.generated:
-            self._lengths_like(sequence).append(math.inf if sequence.remaining <= 0 else sequence.generated)
+            self._lengths.append(math.inf if sequence.remaining <= 0 else sequence.generated)
         self._balances.pop(sequence, None)
 
-    def prices(
-        self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int, awaiting_first_token: int = 0
-    ) -> Prices:
+    def prices(self, decoding: abc.Sequence[Sequence], target_kv_len: int, draft_kv_len: int) -> Prices:
         """What passes cost in this round, in which at least one sequence decodes.
 
-        A second is worth the sum of the sequences' speed-ups, plus 1 for each sequence that awaits its first token,
-        divided by the seconds of a pass without drafts. Each further sequence adds a margin, because a rejected draft
-        delays it too. The KV lengths are the numbers of tokens that a row attends to.
+        A second is worth the sum of the sequences' speed-ups, divided by the seconds of a pass without drafts. Each
+        further sequence adds a margin, because a rejected draft delays it too. The KV lengths are the numbers of tokens
+        that a row attends to.
         """
         target, draft = self.target_cost, self.draft_cost
         speedups = sum(self.balance(sequence).speedup for sequence in decoding)
-        value = (speedups + awaiting_first_token) / target.seconds(len(decoding), target_kv_len)
+        value = speedups / target.seconds(len(decoding), target_kv_len)
         value *= 1 + _SHARED_MARGIN * (len(decoding) - 1)
         return Prices(
             target=lambda rows: value * target.seconds(rows, target_kv_len),
@@ -253,26 +238,20 @@ class Controller:
         Sets `model_ended` on the steps for which the draft model drafts nothing.
         """
         able = [step for step in steps if step.max_drafts > 0]
-        fixed = [step for step in able if _is_fixed(step)]
+        fixed = [step for step in able if is_fixed(step)]
         likely = [
             Candidate(1.0, _LIKELY, min(_FEW, step.max_drafts), masked_acceptance=_LIKELY)
             for step in able
-            if not _is_fixed(step)
+            if not is_fixed(step)
         ]
-        certain = [Candidate(1.0, 1.0, step.max_drafts, is_certain=True) for step in fixed]
         rows_pay, _ = rows_worth_adding([_LIKELY] * sum(candidate.limit for candidate in likely), prices)
-        model_may_pay = rows_pay > 0 and choose_for_model([*certain, *likely], prices).gain > 0
+        model_may_pay = rows_pay > 0 and choose_for_model(likely, prices).gain > 0
         for step in able:
-            step.model_ended = not (model_may_pay or _is_fixed(step))
+            step.model_ended = not (model_may_pay or is_fixed(step))
         return able if rows_pay else fixed
 
     def proposal_length(
-        self,
-        step: SequenceStep,
-        probabilities: list[float],
-        by_model: Candidate | None,
-        prices: Prices,
-        behind_masks: abc.Sequence[float] = (),
+        self, step: SequenceStep, probabilities: list[float], by_model: Candidate | None, prices: Prices
     ) -> int:
         """How many leading tokens of a proposal to draft; 0 where the draft model gains more.
 
@@ -280,15 +259,12 @@ class Controller:
         either case; the model as if it drafted for this sequence alone. In mode `fixed` those before the first that is
         less likely than the model's next.
 
-        The probabilities are of acceptance of each proposed token, and of those that the draft model's pass has drafted
-        `behind_masks`; `by_model` is None where the model may not draft.
+        The probabilities are of acceptance of each proposed token; `by_model` is None where the model may not draft.
         """
-        if _is_fixed(step):
-            least = next(iter(behind_masks), by_model.acceptance if by_model else 0.0)
+        if is_fixed(step):
+            least = by_model.acceptance if by_model else 0.0
             return next((index for index, p in enumerate(probabilities) if p < least), len(probabilities))
         length, gain = self.length_worth_drafting(step, probabilities, prices)
-        if behind_masks:
-            return length if gain > self.length_worth_drafting(step, behind_masks[:length], prices)[1] else 0
         if by_model is None:
             return length
         by_model = by_model._replace(limit=min(by_model.limit, length))
@@ -303,7 +279,7 @@ class Controller:
         """
         accepted = list(accumulate(probabilities, mul, initial=step.p_all_accepted))[1:]
         length, gain = rows_worth_adding(accepted, prices)
-        return (len(accepted) if _is_fixed(step) else length), gain
+        return (len(accepted) if is_fixed(step) else length), gain
 
     def candidate(self, step: SequenceStep, pending: int, prices: Prices) -> Candidate | None:
         """What is known of a step before the draft model reads `pending` tokens and drafts the next one.
@@ -312,9 +288,7 @@ class Controller:
         """
         sequence = step.sequence
         acceptance = self.acceptance.of_next(sequence)
-        if _is_fixed(step):
-            return Candidate(step.p_all_accepted, acceptance, step.rows_left, is_certain=True)
-        if self.balance(sequence).is_over_budget:
+        if self.balance(sequence).is_over_budget and not is_fixed(step):
             return None
         # What drafts behind masks have not read is read in every round; the rest once, for all tokens that follow.
         each_round = min(pending, prices.block_length)
@@ -326,15 +300,10 @@ class Controller:
 
     def _following(self, sequence: Sequence) -> float:
         """A cautious estimate of the tokens still to come: 90 % of answers that got this far had more; at least 1."""
-        longer = sorted(length for length in self._lengths_like(sequence) if length > sequence.generated)
+        longer = sorted(length for length in self._lengths if length > sequence.generated)
         length = longer[int(_SHORTER * len(longer))] if longer else 2.0 * sequence.generated
         return max(1.0, min(sequence.remaining, length - sequence.generated))
 
-    def _lengths_like(self, sequence: Sequence) -> deque[float]:
-        """The lengths of answers that follow a grammar, or do not, as a sequence's; tool calls do not count."""
-        constraint = sequence.constraint
-        return self._lengths[constraint is not None and not constraint.allows_text]
 
-
-def _is_fixed(step: SequenceStep) -> bool:
+def is_fixed(step: SequenceStep) -> bool:
     return step.sequence.speculation.mode == "fixed"

@@ -39,16 +39,13 @@ def run_round(
     drafters: Drafters,
     steps: list[SequenceStep],
     clock: Callable[[], float] = perf_counter,
-    *,
-    awaiting_first_token: int = 0,
 ) -> None:
     """Draft for the steps, run the target once over all their rows, and commit tokens.
 
     Committed tokens are appended to the sequences, both KV caches are truncated to them, and the controller learns from
     what was accepted. The caller keeps statistics, and clears the caches of steps that failed.
 
-    `steps` is one for each sequence, in the order in which they are verified; `awaiting_first_token` is the number of
-    sequences in prefill or about to be, which make time more valuable.
+    `steps` is one for each sequence, in the order in which they are verified.
 
     Raises:
         EngineError: the target failed; the caller clears the caches of these sequences.
@@ -61,7 +58,7 @@ def run_round(
     started = clock()
     # Tokens that a row attends to: the longest sequence's with our kernels, all slots' with llama.cpp's.
     kv_lens = [target.kv_len([step.sequence.slot]) for step in steps]
-    drafters.draft(steps, max(kv_lens), awaiting_first_token, max_alternatives=target.engine.max_alternatives)
+    drafters.draft(steps, max(kv_lens), max_alternatives=target.engine.max_alternatives)
     drafted = clock()
     logits = target.forward([row for step in steps for row in step.target_rows()])
     passed = clock()

@@ -137,7 +137,9 @@ class LlamaEngine:
         """
         if not self._memory:
             raise ModelLoadError(f"{model.path}: {NO_GENERATOR}")
-        tokens = [model.size * number // (_TRIED + 1) for number in range(1, _TRIED + 1)]
+        # A reduced head keeps the columns of what it has read: of a frequent token it has them anyway.
+        step = 0 if self._head else model.size // (_TRIED + 1)
+        tokens = [step * number for number in range(1, _TRIED + 1)]
         rows = [Row(token, 0, position, position == _TRIED - 1) for position, token in enumerate(tokens)]
         together = self.forward(rows).copy()
         if self.rollback is None and not self._remove_from(0, 1):

@@ -204,8 +204,8 @@ def main() -> None:
     window = WINDOW_OF_FORMATS if options.formats else WINDOW
     if options.formats:
         with TemporaryDirectory() as directory:
-            files = in_all_formats(Path(directory))
-            rows = [row for path in files for row in compare_in_short(path, variant=options.variant)]
+            forms = in_all_formats(Path(directory))
+            rows = [row for path in forms for row in compare_in_short(path, variant=options.variant)]
     else:
         most = 1 if options.quick else None
         files = options.models or forms_of_the_target()

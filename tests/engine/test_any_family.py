@@ -91,7 +91,7 @@ def test_what_writes_no_text_is_refused(architecture: str, reason: str, tmp_path
 def eight_requests() -> list[dict[str, Any]]:
     """Prompts of 1 token to nearly the context, four and four of which begin alike; every other one has a seed."""
     text = np.random.default_rng(1).integers(200, size=CONTEXT).tolist()
-    lengths = ((1, 40), (150, 4), (70, 24), (33, 1), (100, 12), (5, 50), (120, 8), (64, 16))
+    lengths = ((1, 40), (150, 4), (70, 24), (33, 1), (100, 12), (5, 50), (120, 9), (64, 16))
     return [
         {"prompt": text[number // 4 :][:length], "max_tokens": max_tokens, "ignore_eos": True}
         | ({"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0})

@@ -65,8 +65,8 @@ def test_doctor_says_what_a_start_does_where_the_draft_cannot_be_loaded_or_has_n
     """Too little for both weights, or for both caches; and files that are cut off or cannot draft."""
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files.path("llama", "draft").read_bytes()[:5000])
-    config, rest = files.config("llama"), 400 * 2**20
-    weights = rest + config.target.path.stat().st_size
+    config, target, rest = files.config("llama"), files.path("llama", "target"), 400 * 2**20
+    weights = rest + target.stat().st_size
     for reason, draft, free in (
         ("no memory: the weights take", files.path("llama", "draft"), [weights]),
         ("no memory for a KV cache of 256 tokens", files.path("llama", "draft"), [2**40, rest]),
@@ -78,9 +78,7 @@ def test_doctor_says_what_a_start_does_where_the_draft_cannot_be_loaded_or_has_n
             free_memory = chain([*before, *free], repeat(2**40))
             monkeypatch.setattr(module, "free_memory", lambda free_memory=free_memory: next(free_memory))
         monkeypatch.setattr(doctor, "check_kernels", lambda *_: doctor.Finding("kernels", ""))
-        found = {
-            finding.topic: finding for finding in doctor.examine(config, {"target": config.target.path, "draft": draft})
-        }
+        found = {finding.topic: finding for finding in doctor.examine(config, {"target": target, "draft": draft})}
         assert not found["pair"].well
         assert reason in found["pair"].sentence
         assert found["memory"].well

@@ -18,11 +18,10 @@ from rich.console import Console
 import specserve
 from specserve.cli import torchserve_process
 from specserve.config import HandlerConfig, load_yaml
-from specserve.core.loading import WITHOUT_DRAFT, able_to_draft
-from specserve.core.pool import check_weights, fitted, loaded_bytes
+from specserve.core.pool import WITHOUT_DRAFT, check_weights, fitted, loaded_bytes
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, able_to_draft, build_description, check_same_vocabulary
 from specserve.engine.recurrent import RecurrentEngine
 from specserve.errors import ModelLoadError
 from specserve.machine import free_memory, usable_cores

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.config import HandlerConfig
-from specserve.core.pool import DRAFT_LENGTH, check_weights, fitted, loaded_bytes
+from specserve.core.pool import DRAFT_LENGTH, WITHOUT_DRAFT, check_weights, fitted, loaded_bytes
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
 from specserve.engine.kernels import Kernels, Left
 from specserve.engine.kv_cache import KVCache
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, build_description, check_same_vocabulary
+from specserve.engine.llama_model import LlamaModel, able_to_draft, build_description, check_same_vocabulary
 from specserve.engine.placement import Placement, Workers
 from specserve.engine.recurrent import RecurrentEngine, earlier_states
 from specserve.engine.thread_pool import ThreadPool
@@ -45,8 +45,6 @@ _DRAFT_WINDOW = 96
 # The memory that prefixes may fill by default, in MiB, which holds a whole context of the default target; and the most
 # of what is free, which leaves a quarter for each of two more workers and another one for the rest of the machine.
 _PREFIX_MIB, _PREFIX_SHARE = 1024, 0.25
-# What follows the reason why a draft model is left out.
-WITHOUT_DRAFT = "Serving goes on without the draft model."
 
 
 @dataclass(frozen=True)
@@ -138,14 +136,6 @@ def load_models(config: HandlerConfig) -> Models:
         draft_model,
         loaded_bytes(config, target_model, draft_model) + kernels.growth(),
     )
-
-
-def able_to_draft(draft: LlamaModel) -> LlamaModel:
-    """Return the draft model; ModelLoadError, and it is closed, if it cannot go back after rejected drafts."""
-    if draft.recurrent:
-        draft.close()
-        raise ModelLoadError(f"{draft.path}: has recurrent layers, which cannot go back over the passes of its drafts.")
-    return draft
 
 
 def _fitted(

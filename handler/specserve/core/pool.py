@@ -26,6 +26,8 @@ _LEAST = 4096
 # Where memory is short, the KV cache has a whole number of such parts of the tokens that are asked for: a little more
 # or less free memory gives the same cache at the next start, which then finds its costs.
 _STEPS = 16
+# What follows the reason why a draft model is left out.
+WITHOUT_DRAFT = "Serving goes on without the draft model."
 
 
 def check_weights(files: Sequence[Path], free: int) -> None:

@@ -263,6 +263,14 @@ def build_description() -> str:
     return str(llama_cpp.llama_print_system_info().decode())
 
 
+def able_to_draft(draft: LlamaModel) -> LlamaModel:
+    """Return the draft model; ModelLoadError, and it is closed, if it cannot go back after rejected drafts."""
+    if draft.recurrent:
+        draft.close()
+        raise ModelLoadError(f"{draft.path}: has recurrent layers, which cannot go back over the passes of its drafts.")
+    return draft
+
+
 def check_same_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
     """Refuse a draft whose tokens differ from the target's, by the rule of llama.cpp's speculative decoding.
 

@@ -89,7 +89,7 @@ CASES = {
     "no end before four tokens": Case(
         {"2 drafts", "2 + adopted"}, ([0, 2],), length=5, cost=0.38, vocabulary=WITH_END, min_tokens=4
     ),
-    "two prompts at once": Case({"2 drafts", "1 + adopted"}, ([0, 2, 1], [0, 1]), length=5, min_p=0.5),
+    "two prompts at once": Case({"2 drafts", "1 + adopted"}, ([2, 2], [2, 1]), length=5, min_p=0.5, cost=0.3),
     "a prompt twice at once": Case({"2 drafts", "1 + adopted"}, ([2, 2],) * 2, length=4, min_p=0.5, cost=0.216),
     "a prompt again": Case({"1 drafts", "1 + adopted"}, ([1, 1],) * 2, together=False, length=4, cost=0.6, blend=0.6),
     "a block": Case({"1 behind masks", "2 behind masks"}, length=5, mode="fixed", gamma=3, min_p=0.3, block_length=3),

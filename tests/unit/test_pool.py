@@ -114,7 +114,7 @@ def test_prefixes_may_fill_a_gibibyte_a_quarter_of_what_is_free_or_what_is_confi
         (8 << 30, 28672, {"prefix_cache_mib": 3000}, "3000 MiB of host memory"),
         (0, 28672, {}, ""),
         (400 << 20, 28672, {"prefix_cache_mib": 0}, ""),
-        (400 << 20, None, {"prefix_cache_mib": 64}, ""),
+        (400 << 20, None, {"prefix_cache_mib": 64}, "no prefixes are kept in host memory: this model's keys"),
     ]
     for free, token_bytes, keys, sentence in cases:
         caplog.clear()

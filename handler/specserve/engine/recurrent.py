@@ -27,6 +27,7 @@ class RecurrentEngine(LlamaEngine):
     """
 
     rollback = 0
+    _shares_passes = False
 
     def __init__(self, model: LlamaModel, *, n_slots: int, **options: Any) -> None:
         # By slot, how many tokens it can go back; and whether it did, which llama.cpp notes for the next pass only.
@@ -35,6 +36,7 @@ class RecurrentEngine(LlamaEngine):
         super().__init__(model, n_slots=n_slots, **options)
         self.rollback = int(llama_cpp.llama_n_rs_seq(self._context))
         self.token_bytes = None
+        self._shares_passes = n_slots > 1 and self._can_share()
 
     def forward(self, rows: list[Row]) -> FloatArray:
         self._check(rows)
@@ -63,11 +65,29 @@ class RecurrentEngine(LlamaEngine):
         groups: dict[int, list[int]] = {}
         for slot, count in counts.items():
             groups.setdefault(count, []).append(slot)
+        if not self._shares_passes:
+            return ([slot] for slot in counts)
         if self.rollback == 0:
             return groups.values()
         single, largest = groups.pop(1, []), max(groups.values(), key=len, default=[])
         others = [[slot] for group in groups.values() if group is not largest for slot in group]
         return filter(None, (single, largest, *others))
+
+    def _can_share(self) -> bool:
+        """Whether slots that share passes have the bits of each alone: in PLaMo 2 llama.cpp mixes up several rows."""
+
+        def logits(*, shares: bool) -> FloatArray:
+            self._shares_passes = shares
+            found = []
+            for positions in (range(2), range(2, 3)):
+                places = [(slot, position) for slot in range(2) for position in positions]
+                rows = [Row(1 + slot + position, slot, position, wants_logits=True) for slot, position in places]
+                found.append(self.forward(rows))
+            for slot in range(2):
+                self.truncate(slot, 0)
+            return np.concatenate(found)
+
+        return np.array_equal(logits(shares=True), logits(shares=False))
 
     def truncate(self, slot: int, length: int) -> None:
         back = self.cached_len(slot) - length

@@ -369,7 +369,7 @@ template <class Before> inline void pair_values(const Block & block, int64_t wid
 }
 
 // Scores of a block, minus infinity for what a row does not see; returns nothing but `most`, the largest of each query.
-template <bool is_capped>
+template <bool is_capped, bool has_rest>
 inline void score(const AttentionScratch & scratch, const float * scales, const float * scales_of_rest, int64_t queries,
                   int heads, int block, const ChunkRow * rows, float softcap, float * most) {
     for (int64_t q = 0; q < queries; q++) {
@@ -381,7 +381,7 @@ inline void score(const AttentionScratch & scratch, const float * scales, const 
             Ints products;
             std::memcpy(&products, scratch.products + q * kBlock + i, sizeof products);
             Floats x = mul(mul(to_float(products), load_floats(scales + i)), scale);
-            if (scales_of_rest != nullptr) {
+            if (has_rest) {
                 std::memcpy(&products, scratch.products + (queries + q) * kBlock + i, sizeof products);
                 x = fma(mul(to_float(products), load_floats(scales_of_rest + i)), all(scratch.query_scales[queries + q]), x);
             }
@@ -464,15 +464,16 @@ void attend(const Attention & a, int64_t key_head, const Chunk & chunk, int head
         };
         const Block keys(a.keys, key_head, cells, scratch.rows);
         multiply(keys, a.keys.size, scratch.queries, scratch.products, true);
-        float scales_of_rest[kBlock];
+        float scales_of_rest[kBlock];  // set only where there is a rest
         if (a.rest.size > 0) {
             const Block rest(a.rest, key_head, cells, scratch.rows);
             multiply(rest, a.rest.size, scratch.queries + a.keys.size, scratch.products + queries * kBlock, false);
             std::copy(rest.scales, rest.scales + kBlock, scales_of_rest);
         }
-        const auto score_keys = a.softcap == 0 ? score<false> : score<true>;
-        score_keys(scratch, keys.scales, a.rest.size > 0 ? scales_of_rest : nullptr, queries, heads, block, chunk.rows,
-                   a.softcap, most);
+        const auto score_keys = a.softcap != 0    ? (a.rest.size > 0 ? score<true, true> : score<true, false>)
+                                : a.rest.size > 0 ? score<false, true>
+                                                  : score<false, false>;
+        score_keys(scratch, keys.scales, scales_of_rest, queries, heads, block, chunk.rows, a.softcap, most);
     }
     for (int64_t q = 0; q < queries; q++) {
         results[q][0] = most[q];

@@ -11,6 +11,7 @@ from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from pairs import open_engine
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
+from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from tiny_formats import FORMATS, tiny_model
 from tiny_models import write_tiny
@@ -20,20 +21,25 @@ STEPS = 500
 TOKENS = 200
 
 
-class Walk:
+class EngineWalk:
     """A walk of an engine through random steps; another engine reads each prefix anew, in a single pass."""
 
-    def __init__(self, model: LlamaModel, random: Random, tolerance: float) -> None:
-        self._random, self._tolerance = random, tolerance
-        options = {"context_length": LENGTH, "max_rows": LENGTH, "max_logits": 64}
-        self._engine = open_engine(model, n_slots=SLOTS, max_alternatives=ALTERNATIVES, **options)
-        self._plain = open_engine(model, n_slots=1, **options)
-        self._tokens: list[list[int]] = [[] for _ in range(SLOTS)]
+    def __init__(self, engine: LlamaEngine, plain: LlamaEngine, random: Random) -> None:
+        self._engine, self._plain, self._random = engine, plain, random
+        self._tokens: list[list[int]] = [[] for _ in range(engine.n_slots)]
         self.compared = 0
 
     def close(self) -> None:
         self._engine.close()
         self._plain.close()
+
+
+class Walk(EngineWalk):
+    def __init__(self, model: LlamaModel, random: Random, tolerance: float) -> None:
+        options = {"context_length": LENGTH, "max_rows": LENGTH, "max_logits": 64}
+        engine = open_engine(model, n_slots=SLOTS, max_alternatives=ALTERNATIVES, **options)
+        super().__init__(engine, open_engine(model, n_slots=1, **options), random)
+        self._tolerance = tolerance
 
     def step(self) -> None:
         """A pass, after which some slots adopt an alternative; or a truncation; or a copy, whose end is loaded."""

@@ -19,6 +19,7 @@ from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
 from specserve.engine.recurrent import RecurrentEngine
 from specserve.errors import EngineError
+from test_cache_walk import EngineWalk
 from test_concurrent import random_requests, run_concurrently
 from tiny_models import HYBRID, WIDTH
 
@@ -29,20 +30,12 @@ PROMPT = "The quick brown fox"
 SLOTS, LENGTH, STATES, TOKENS = 5, 64, 3, 200
 
 
-class Walk:
-    """A walk of an engine through random steps; another engine reads each text anew, in a single pass."""
-
+class Walk(EngineWalk):
     def __init__(self, model: LlamaModel, random: random.Random, *, shares_passes: bool = True) -> None:
         options = {"context_length": LENGTH, "threads": 1, "max_rows": LENGTH, "max_logits": LENGTH, "states": STATES}
-        self._random, self._shares_passes = random, shares_passes
-        self._engine = RecurrentEngine(model, n_slots=SLOTS, **options)
-        self._plain = RecurrentEngine(model, n_slots=1, **options)
-        self._tokens: list[list[int]] = [[] for _ in range(SLOTS)]
-        self.compared = 0
-
-    def close(self) -> None:
-        self._engine.close()
-        self._plain.close()
+        engine = RecurrentEngine(model, n_slots=SLOTS, **options)
+        super().__init__(engine, RecurrentEngine(model, n_slots=1, **options), random)
+        self._shares_passes = shares_passes
 
     def step(self) -> None:
         """A pass, after which some slots go back; or one goes back later, or leaves; or a copy."""
@@ -87,7 +80,7 @@ class Walk:
             self.compared += 1
         for slot in slots:
             back = random.choice([0, 0, 1, random.randint(0, counts[slot])])
-            is_possible = back <= min(self._engine.rollback, counts[slot] - 1)
+            is_possible = back <= min(self._engine.rollback or 0, counts[slot] - 1)
             del self._tokens[slot][len(self._tokens[slot]) - back if is_possible else 0 :]
             self._engine.truncate(slot, self._engine.cached_len(slot) - back)
             assert self._engine.cached_len(slot) == len(self._tokens[slot]), (counts, slot, back)

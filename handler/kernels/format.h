@@ -50,14 +50,16 @@ inline int32_t start_of_32(const int8_t * activations, int bias) {
     return add_starts(start_of_16(activations, bias), start_of_16(activations + 16, bias));
 }
 
-// AMD's processors fetch the weights of few rows by themselves, since they meet their lines in order; with more rows they
-// compute so long between two lines that they have to be asked, and Intel's always (benchmarks/decisions/tried.md).
+// Zen 4 and 5 fetch the weights of few rows by themselves, since they meet their lines in order; with more rows they compute
+// so long between two lines that they have to be asked, and Zen 3 and Intel's always (benchmarks/decisions/tried.md).
 constexpr int kFewRows = 2;
 constexpr int64_t kAhead = 24 << 10;  // bytes
 #ifdef __aarch64__
 constexpr bool kAsksForFewRows = false;  // not measured
-#else
+#elif defined HAS_DOT
 const bool kAsksForFewRows = __builtin_cpu_is("intel");
+#else
+constexpr bool kAsksForFewRows = true;
 #endif
 
 // GCC would drop a loop of __builtin_prefetch, as if it did nothing.

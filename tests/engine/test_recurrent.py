@@ -121,7 +121,10 @@ def test_a_round_of_sequences_that_decode_without_drafts_is_one_pass(pair: Pair)
 
 @pytest.mark.parametrize("gamma", [1, 3, 7, 15])
 def test_each_token_has_the_largest_logit_however_many_are_drafted(pair: Pair, gamma: int) -> None:
-    answer = pair.complete(PROMPT * 3, max_tokens=90, temperature=0, speculation=fixed_gamma(gamma)).sequence
+    fields = {"max_tokens": 90, "temperature": 0}
+    text = pair.complete(PROMPT * 3, **fields, speculation=PLAIN).text
+    prediction = {"type": "content", "content": text[:40] + PROMPT + text[40:]}
+    answer = pair.complete(PROMPT * 3, **fields, prediction=prediction, speculation=fixed_gamma(gamma)).sequence
     assert 0 < answer.stats.accepted < answer.stats.drafted
     assert max(answer.stats.gammas) == min(gamma, 7)
     engine = pair.models.target.engine

@@ -74,7 +74,8 @@ class Walk(EngineWalk):
         wanted = [row for row in rows if row.wants_logits]
         with patch.object(llama_cpp, "llama_decode", wraps=llama_cpp.llama_decode) as decode:
             found = self._engine.forward(rows)
-        assert decode.call_count == 1 or len(set(counts.values())) > 1 or not self._shares_passes, counts
+        single = list(counts.values()).count(1)
+        assert decode.call_count == len(counts) - max(0, single - 1) * self._shares_passes, counts
         for row, logits in zip(wanted, found, strict=True):
             assert np.array_equal(logits, expected[row.slot][row.position]), (counts, row)
             self.compared += 1
@@ -107,16 +108,24 @@ def test_several_sequences_in_a_pass_have_the_logits_of_each_alone(pair: Pair) -
     walk.close()
 
 
-def test_a_round_of_sequences_that_decode_without_drafts_is_one_pass(pair: Pair) -> None:
-    scheduler = pair.scheduler()
-    for prompt in (PROMPT, "def accept(p, q):", PROMPT + " jumps"):
-        scheduler.submit(pair.sequence(prompt, max_tokens=30, temperature=0, ignore_eos=True, speculation=PLAIN))
-    passes = []
-    while scheduler.busy:
-        with patch.object(llama_cpp, "llama_decode", wraps=llama_cpp.llama_decode) as decode:
+def test_sequences_share_each_pass_without_drafts_until_one_decodes_alone(pair: Pair) -> None:
+    prediction = {"type": "content", "content": PROMPT}
+    fields: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "prediction": prediction}
+    for speculation in ({}, fixed_gamma(3)):
+        scheduler, sequences = pair.scheduler(), []
+        for max_tokens, prompt in ((30, PROMPT), (30, "def accept(p, q):"), (60, PROMPT + " jumps")):
+            sequences.append(pair.sequence(prompt, max_tokens=max_tokens, **fields, speculation=speculation))
+            scheduler.submit(sequences[-1])
+        passes = []
+        while scheduler.running != 1 or scheduler.queued:
+            with patch.object(llama_cpp, "llama_decode", wraps=llama_cpp.llama_decode) as decode:
+                scheduler.run_round()
+            passes.append(decode.call_count)
+        assert passes[-25:] == [1] * 25
+        assert not any(sequence.stats.drafted for sequence in sequences)
+        while scheduler.busy:
             scheduler.run_round()
-        passes.append(decode.call_count)
-    assert passes[-25:] == [1] * 25
+        assert sequences[-1].stats.drafted > 0
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 7, 15])

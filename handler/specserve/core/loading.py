@@ -114,10 +114,7 @@ def load_models(config: HandlerConfig) -> Models:
         sentence = "specserve: %s: names no pre-tokenizer, so answers may be worse: convert the model again"
         logger.warning(sentence, target_model.path)
     if target.rollback is not None:
-        sentence = (
-            "specserve: %s: has recurrent layers: at most %d tokens are drafted, and only sequences with equally many "
-            "share a pass"
-        )
+        sentence = "specserve: %s: has recurrent layers: at most %d tokens are drafted, if one sequence decodes alone"
         logger.warning(sentence, target_model.path, target.rollback)
     if draft_model and not drafters.model:
         draft_model.close()

@@ -182,8 +182,8 @@ class Scheduler:
         )
         rollback = self.target.engine.rollback
         if rollback is not None:
-            # More that were rejected would cost the whole sequence.
-            max_drafts = [min(gamma, rollback) for gamma in max_drafts]
+            # More that were rejected would cost the whole sequence, and only sequences without drafts share a pass.
+            max_drafts = [min(gamma, rollback) for gamma in max_drafts] if len(decoding) == 1 else [0] * len(decoding)
         return [self._step(sequence, 1, gamma) for sequence, gamma in zip(decoding, max_drafts, strict=True)]
 
     def _prefill_steps(self, decode_steps: list[SequenceStep]) -> list[SequenceStep]:

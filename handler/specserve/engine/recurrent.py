@@ -1,6 +1,6 @@
 """A llama.cpp context of a model with recurrent layers, alone (Mamba 2) or beside attention (Qwen3.5, LFM2)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import closing
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,8 +22,7 @@ class RecurrentEngine(LlamaEngine):
 
     Of a recurrent layer llama.cpp keeps the states after the last tokens of a pass, for some architectures, or the very
     last one. It divides a batch into parts with the same number of rows of each sequence, which specserve's attention
-    does not follow (handler/kernels/cache.h), so slots with equal numbers of rows are computed together, others one by
-    one.
+    does not follow (handler/kernels/cache.h), so slots with one row are computed together, others one by one.
     """
 
     rollback = 0
@@ -56,38 +55,29 @@ class RecurrentEngine(LlamaEngine):
                 self._removable[slot], self._went_back[slot] = min(self.rollback, len(of_slot[slot]) - 1), False
         return np.array([logits[index] for index in sorted(logits)], np.float32).reshape(-1, self.width)
 
-    def _passes(self, counts: dict[int, int]) -> Iterable[list[int]]:
+    def _passes(self, counts: dict[int, int]) -> list[list[int]]:
         """The slots of each pass, in order; `counts` is their numbers of rows.
 
         llama.cpp puts the states of a pass's slots side by side. Of a slot that is in the way it moves the last state
-        and loses the earlier ones. So after several rows of several slots all passes are of one, which move nothing.
+        and loses the earlier ones. So the pass that slots share comes first.
         """
-        groups: dict[int, list[int]] = {}
-        for slot, count in counts.items():
-            groups.setdefault(count, []).append(slot)
-        if not self._shares_passes:
-            return ([slot] for slot in counts)
-        if self.rollback == 0:
-            return groups.values()
-        single, largest = groups.pop(1, []), max(groups.values(), key=len, default=[])
-        others = [[slot] for group in groups.values() if group is not largest for slot in group]
-        return filter(None, (single, largest, *others))
+        shared = [slot for slot, count in counts.items() if count == 1 and self._shares_passes]
+        return [*([shared] if shared else []), *([slot] for slot in counts if slot not in shared)]
 
     def _can_share(self) -> bool:
-        """Whether slots that share passes have the bits of each alone: in PLaMo 2 llama.cpp mixes up several rows."""
+        """Whether slots that share passes have the bits of each alone; of several rows PLaMo 2 mixes up the slots."""
 
-        def logits(*, shares: bool) -> FloatArray:
-            self._shares_passes = shares
+        def logits(forward: Callable[[list[Row]], FloatArray]) -> FloatArray:
             found = []
             for positions in (range(2), range(2, 3)):
                 places = [(slot, position) for slot in range(2) for position in positions]
                 rows = [Row(1 + slot + position, slot, position, wants_logits=True) for slot, position in places]
-                found.append(self.forward(rows))
+                found.append(forward(rows).copy())
             for slot in range(2):
                 self.truncate(slot, 0)
             return np.concatenate(found)
 
-        return np.array_equal(logits(shares=True), logits(shares=False))
+        return np.array_equal(logits(super().forward), logits(self.forward))
 
     def truncate(self, slot: int, length: int) -> None:
         back = self.cached_len(slot) - length

@@ -12,6 +12,7 @@ from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import loading
 from specserve.engine.llama import LlamaEngine
+from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ModelLoadError
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.speculation import measure
@@ -69,6 +70,25 @@ def test_a_draft_model_whose_file_names_a_mask_token_drafts_blocks(
     assert drafted.text == plain.text
     assert drafted.sequence.stats.accepted > 0
     assert max(masks) == 2
+
+
+def test_a_mask_token_or_block_length_that_is_none_leaves_the_draft_as_it_is(
+    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token beyond the vocabulary, texts, and a block of no tokens."""
+    model = LlamaModel(files.path("qwen2", "block"))
+    for found, mask, length in (
+        (("1000000", "3"), -1, 1),
+        (("none", "3"), -1, 1),
+        (("-1", ""), -1, 1),
+        (("5", "x"), 5, 8),
+        (("5", "0"), 5, 1),
+        (("5", "3"), 5, 3),
+    ):
+        values = dict(zip(("tokenizer.ggml.mask_token_id", "specserve.block_length"), found, strict=True))
+        monkeypatch.setattr(model, "_metadata", values.__getitem__)
+        assert (model.mask_token, model.block_length) == (mask, length)
+    model.close()
 
 
 def test_a_draft_model_that_does_not_fit_beside_the_target_is_left_out(

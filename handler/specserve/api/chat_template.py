@@ -28,8 +28,18 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
-# What a template may raise when it is rendered, and Python's compiler for one that Jinja can parse.
-_FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, SyntaxError)
+# What a template, or a filter in it, may raise when it is rendered, and Python's compiler for one that parses.
+_FAILURES = (
+    TemplateError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+)
 # llama.cpp knows fifty templates by name; only this name is found in files.
 _BY_NAME = {
     "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -300,7 +310,8 @@ def _with_short_ids(message: Message) -> Message:
 
 def _reason(error: Exception) -> str:
     """Return an error's message as the end of a sentence, without the lines of the template that Jinja adds."""
-    return str(error.message if isinstance(error, TemplateError) else error).rstrip(".")
+    text = str(error.message if isinstance(error, TemplateError) else error)
+    return text.rstrip(".") or type(error).__name__
 
 
 def _counter() -> Callable[[], str]:

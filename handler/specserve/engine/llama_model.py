@@ -193,13 +193,14 @@ class LlamaModel:
 
     @property
     def mask_token(self) -> int:
-        """The token that a draft model reads in place of a draft; -1 if its file names none."""
-        return int(self._metadata("tokenizer.ggml.mask_token_id") or -1)
+        """The token that a draft model reads in place of a draft; -1 if its file names none of its vocabulary."""
+        token = self._number("tokenizer.ggml.mask_token_id", -1)
+        return token if token < self.size else -1
 
     @property
     def block_length(self) -> int:
         """How many tokens a draft model drafts at most in one pass."""
-        return 1 if self.mask_token < 0 else int(self._metadata("specserve.block_length") or _BLOCK_LENGTH)
+        return 1 if self.mask_token < 0 else max(1, self._number("specserve.block_length", _BLOCK_LENGTH))
 
     @property
     def has_splitter(self) -> bool:
@@ -217,6 +218,11 @@ class LlamaModel:
         widths = sum(int(self._metadata(f"{attention}.{part}_length") or width) for part in ("key", "value"))
         heads = llama_cpp.llama_model_n_head_kv(self.pointer) * llama_cpp.llama_model_n_layer(self.pointer)
         return max(1, int(heads * widths))
+
+    def _number(self, key: str, default: int) -> int:
+        """Return a metadatum that is a natural number; a file may hold anything."""
+        text = self._metadata(key)
+        return int(text) if text.isdecimal() else default
 
     def _metadata(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(4096)

@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from specserve.grammar.keywords import pointed
+
 # What stands in a form for an argument's key, its value, and optional whitespace.
 KEY, VALUE, SPACE = "KEY", "VALUE", "~"
 # Deeper values are empty lists and objects; no more references are followed in a row.
@@ -328,13 +330,7 @@ def _resolved(schema: Schema, root: Schema) -> Schema:
     for _ in range(_MAX_DEPTH):
         if not isinstance(reference := schema.get("$ref"), str):
             return schema
-        place: Any = root
-        for step in unquote(reference).split("/")[1:]:
-            name: Any = step.replace("~1", "/").replace("~0", "~")
-            with suppress(LookupError, TypeError, ValueError):
-                place = place[int(name) if isinstance(place, list) else name]
-                continue
-            return {}
+        place = pointed(root, unquote(reference))
         schema = place if isinstance(place, dict) else {}
     return {}
 

@@ -68,20 +68,6 @@ def gemma(quote: str, begin: str, end: str) -> str:
 
 GLM = "<arg_key>{{ k }}</arg_key>\n<arg_value>" + RAW + "</arg_value>\n{% endfor %}</tool_call>"
 MINIMAX = '<parameter name="{{ k }}">' + RAW + "</parameter>\n{% endfor %}</invoke>\n"
-SPACE = "]<]minimax[>["
-NESTED = """\
-{% macro value(v) %}{% if v is string %}{{ v }}{% elif v is mapping %}{{ entries(v.items()) }}{% elif v is iterable %}
-{%- for w in v %}{{ entries([("item", w)]) }}{% endfor %}{% else %}{{ v | tojson }}{% endif %}{% endmacro -%}
-{% macro entries(pairs) %}{% for k, v in pairs %}NS<{{ k }}>{{ value(v) }}NS</{{ k }}>{% endfor %}{% endmacro -%}
-NS<invoke name="{{ c.name }}">{{ entries(c.arguments.items()) }}NS</invoke>
-""".replace("NS", SPACE)
-DSML = "\uff5cDSML\uff5c"
-DSML_CALL = (
-    '<DSMLinvoke name="{{ c.name }}">\n'
-    + PARAMETERS
-    + '<DSMLparameter name="{{ k }}" string="{{ (v is string) | tojson }}">'
-    f"{RAW}</DSMLparameter>\n{{% endfor %}}</DSMLinvoke>\n"
-).replace("DSML", DSML)
 HY3 = "<arg_key>{{ k }}</arg_key>\n<arg_value>" + RAW + "</arg_value>\n{% endfor %}</tool_call>\n"
 HY3 = "<tool_call>{{ c.name }}<tool_sep>\n" + PARAMETERS + HY3
 
@@ -91,12 +77,6 @@ def opensource(tagged: str) -> str:
     return re.sub("<([a-z/_]+)>", r"{{ '<\1{}>'.format(':opensource') }}", tagged)
 
 
-KIMI_TYPE = (
-    "{{ 'string' if v is string else 'object' if v is mapping else 'boolean' if v is boolean else 'null' if v is none "
-    "else 'number' if v is number else 'array' }}"
-)
-KIMI_3 = '<|open|>argument key="{{ k }}" type="' + KIMI_TYPE + '"<|sep|>' + RAW + "<|close|>argument<|sep|>{% endfor %}"
-KIMI_3 = '<|open|>call tool="{{ c.name }}" index="{{ index }}"<|sep|>' + PARAMETERS + KIMI_3 + "<|close|>call<|sep|>"
 WRITTEN: dict[str, tuple[str, str, str]] = {
     "Mistral": ("[TOOL_CALLS] [", JSON + ', "id": "{{ id }}"}{{ ", " if not last }}', "]"),
     "Mistral, named": ("", "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}", ""),
@@ -112,14 +92,10 @@ WRITTEN: dict[str, tuple[str, str, str]] = {
         f'<invoke name="{{{{ c.name }}}}">{PARAMETERS}{MINIMAX}',
         "</minimax:tool_call>",
     ),
-    "MiniMax M3": (f"{SPACE}<tool_call>\n", NESTED, f"{SPACE}</tool_call>"),
     "DeepSeek V3.1": (CALLS, f"{CALL}{{{{ c.name }}}}{SEPARATOR}{{{{ c.arguments | tojson }}}}{CALL_END}", CALLS_END),
     "DeepSeek R1": (CALLS, f"{CALL}function{SEPARATOR}{FENCED}{CALL_END}" + '{{ "\n" if not last }}', CALLS_END),
-    "DeepSeek V3.2": (f"\n\n<{DSML}function_calls>\n", DSML_CALL, f"</{DSML}function_calls>"),
-    "DeepSeek V4": (f"\n\n<{DSML}tool_calls>\n", DSML_CALL, f"</{DSML}tool_calls>"),
     "Nemotron Nano 2": ("<TOOLCALL>[", LISTED, "]</TOOLCALL>"),
     "Kimi": ("<|tool_calls_section_begin|>", KIMI + "<|tool_call_end|>", "<|tool_calls_section_end|>"),
-    "Kimi K3": ("<|close|>response<|sep|><|open|>tools<|sep|>", KIMI_3, "<|close|>tools<|sep|>"),
     "Hy3": (opensource("<tool_calls>\n"), opensource(HY3), opensource("</tool_calls>")),
     "Apriel, Hunyuan": ("\n<tool_calls>[", LISTED, "]</tool_calls>"),
     "Phi-4-mini": ("<|/tool|>functools[", LISTED, "]"),
@@ -269,7 +245,6 @@ def test_calls_that_a_template_leaves_out_of_history_are_written_as_text_and_all
 
 OSS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 OSS_CALL = '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"city": "Rome"}'
-KIMI = "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Look."
 APRIEL = "Here are my reasoning steps:\nhm\n[BEGIN FINAL RESPONSE]\n"
 
 
@@ -278,10 +253,6 @@ def rome(name: str) -> str:
 
 
 ANSWERS: list[tuple[str, str, str, str, int]] = [
-    ("MiniMax M3", "</mm:think>Hello <b", "", "Hello <b", 0),
-    ("MiniMax M3", f"<mm:think>hm</mm:think>Look.{rome('MiniMax M3')}", "hm", "Look.", 1),
-    ("Kimi K3", f"{KIMI}<|close|>response<|sep|><|close|>message<|sep|>", "hm", "Look.", 0),
-    ("Kimi K3", f"{KIMI}{rome('Kimi K3')}<|close|>message<|sep|>", "hm", "Look.", 1),
     ("Hy3", f"<think:opensource>hm</think:opensource>{rome('Hy3')}", "hm", "", 1),
     ("Apriel, Hunyuan", f"{APRIEL}Look.\n[END FINAL RESPONSE]", "hm", "Look.\n", 0),
     ("Apriel, Hunyuan", f"{APRIEL}{rome('Apriel, Hunyuan')}", "hm", "", 1),
@@ -294,7 +265,6 @@ ANSWERS: list[tuple[str, str, str, str, int]] = [
     ("Gemma 4", '<|channel>thought\nhm<channel|><|tool_call>call:get{city:<|"|>Rome<|"|>}<tool_call|>', "hm", "", 1),
 ]
 THINKING = {"gpt-oss": thinking_tags(OSS), "Gemma 4": thinking_tags("<|channel>thought\n<channel|>")}
-THINKING |= {"MiniMax M3": thinking_tags("<mm:think></mm:think>"), "Kimi K3": thinking_tags(KIMI)}
 THINKING |= {"Hy3": thinking_tags("</think:opensource>"), "Apriel, Hunyuan": thinking_tags(APRIEL)}
 
 
@@ -318,10 +288,6 @@ def test_an_answer_with_a_format_has_the_header_of_text() -> None:
     fields = {"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}
     prompt = ChatTemplate(source, bos="", eos="").prompt(parse_body(fields, ChatRequest))
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
-    # That of MiniMax M3 has it already.
-    source = "{{ messages[0].content }}{{ '</mm:think>' if thinking_mode == 'disabled' }}"
-    prompt = ChatTemplate(source, bos="", eos="").prompt(parse_body(fields, ChatRequest))
-    assert prompt == "Hi</mm:think>"
 
 
 def test_what_a_notation_cannot_assert_is_named_or_refused() -> None:
@@ -365,31 +331,6 @@ def test_raw_arguments_have_the_types_of_their_schemas() -> None:
         root = {"properties": {"a": schema}, "$defs": {"a": {"type": "string"}}}
         assert notation.take(f"<a>{text}</>", root) == (len(text) + 6, '"a"', json.dumps(value))
     assert notation.take("<a>5</>", {"additionalProperties": {"type": "string"}}) == (7, '"a"', '"5"')
-    typed = Notation("<KEY TYPE>VALUE</>", "")
-    for declared, value in (("string", "5"), ("number", 5)):
-        assert typed.take(f"<a {declared}>5</>", {}) == (14, '"a"', json.dumps(value))
-
-
-def test_lists_and_objects_are_nested_in_tags() -> None:
-    person = {"type": "object", "properties": {"name": {"type": "string"}, "rows": {"$ref": "#/$defs/rows"}}}
-    rows = {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}
-    properties = {
-        "people": {"type": "array", "items": person},
-        "rows": {"$ref": "#/$defs/rows"},
-        "any": {"type": "object"},
-    }
-    schema = {"properties": properties, "$defs": {"rows": rows}}
-    arguments = {"people": [{"name": "5", "rows": [[1, 2], [], [3]]}, {}], "rows": [], "any": {"k": "v", "item": "x"}}
-    syntax = FORMATS["MiniMax M3"][1]
-    for vocabulary in vocabularies(syntax):
-        grammar = GrammarCompiler(vocabulary).calls({"get": schema}, syntax, required=True, parallel=False)
-        for given, fits in ((arguments, True), ({"rows": [[1, 2, 3]]}, False), ({"rows": ["a"]}, False)):
-            text = syntax.forms[0].write([{"name": "get", "arguments": given}])
-            assert (
-                calls_of(AnswerReader(syntax.forms, {"get": schema}).read(text, done=True)) == [("get", given)]
-                or not fits
-            )
-            assert follows(grammar.fork(), vocabulary.encode(text, special=True)) == fits
 
 
 @pytest.fixture(scope="module")
@@ -418,14 +359,10 @@ PUBLISHED = {
     "inclusionai-ling-3.0-flash": "GLM",
     "ByteDance-Seed-OSS": "Seed-OSS",
     "MiniMax-M2": "MiniMax",
-    "MiniMax-M3": "MiniMax M3",
     "deepseek-ai-DeepSeek-V3.1": "DeepSeek V3.1",
-    "deepseek-ai-DeepSeek-V3.2": "DeepSeek V3.2",
-    "deepseek-ai-DeepSeek-V4": "DeepSeek V4",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "DeepSeek R1",
     "moonshotai-Kimi-K2": "Kimi",
     "Kimi-K2-Thinking": "Kimi",
-    "Kimi-K3": "Kimi K3",
     "tencent-Hy3": "Hy3",
     "unsloth-Apriel-1.5": "Apriel, Hunyuan",
     "Apriel-1.6-15b-Thinker-fixed": "Apriel, Hunyuan",
@@ -451,10 +388,6 @@ def test_published_templates_are_read_in_their_own_forms(published: dict[str, st
     for name, form in PUBLISHED.items():
         template = ChatTemplate(published[name], bos="<s>", eos="</s>")
         assert (name, template.format, template.problem) == (name, form, None)
-        # That of Seed-OSS prints lists and objects as Python does, that of MiniMax M3 no null.
-        cases: dict[str, list[tuple[dict[str, Any], ...]]] = {
-            "Seed-OSS": [({**ALL, "tags": [], "when": {}},), ({"city": ""},)],
-            "MiniMax M3": [({**ALL, "none": "x"},), ({"city": ""}, {"city": "null", "tags": [], "when": {}})],
-        }
-        check_format(template, cases.get(form, CASES))
+        # That of Seed-OSS prints lists and objects as Python does.
+        check_format(template, [({**ALL, "tags": [], "when": {}},), CASES[1]] if form == "Seed-OSS" else CASES)
         assert form not in THINKING or template.thinking == THINKING[form]

@@ -309,6 +309,9 @@ DANGLING: list[dict[str, Any]] = [
     {"$id": "http://localhost/", "$ref": "x.json"},
     {"items": {"$id": "http://localhost/x", "$ref": "#/items/$defs/a", "$defs": {"a": {}}}},
     {"$ref": "#/default", "default": {"type": "null"}},
+    {"items": [{"const": 1}], "additionalItems": {"$ref": "#/items/0"}},
+    {"items": [{"$ref": "#/additionalItems"}], "additionalItems": {"const": 1}},
+    {"properties": {"a": {"$ref": "#/anyOf/0"}}, "anyOf": [{"required": ["a"]}], "oneOf": [{"type": "object"}]},
     {"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}},
 ]
 UNSUPPORTED: list[Any] = [
@@ -378,12 +381,8 @@ ACCEPTED: list[Any] = [
     ({"prefixItems": [{"const": 1}], "additionalItems": False}, ["[1, 2]"], ["[2]"]),
     ({"allOf": [{}], "items": [{}], "additionalItems": {"const": 2}}, ["[1]", "[1, 2]"], ["[1, 3]"]),
     ({"items": [{"const": 1}, {"$ref": "#/items/0"}]}, ["[1, 1, 2]"], ["[1, 2]"]),
-    ({"items": [{"const": 1}], "additionalItems": {"$ref": "#/items/0"}}, ["[1, 1]"], ["[1, 2]"]),
-    ({"items": [{"$ref": "#/additionalItems"}], "additionalItems": {"const": 1}}, ["[1, 1]"], ["[2]"]),
-    ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 2]"]),
-    ({"type": "string", "uniqueItems": True}, ['"a"'], ["1"]),
     ({"items": {"const": 1}, "additionalItems": False, "type": "array"}, ["[1, 1]"], ["[2]"]),
-    ({"type": "array", "uniqueItems": False, "if": {"maxItems": 1}}, ["[1, 1]"], ["{}"]),
+    ({"type": "array", "uniqueItems": False}, ["[1, 1]"], ["{}"]),
     ({"type": "string", "format": "color"}, ['"red"'], ["1"]),
     ({"type": "integer", "format": "regex"}, ["1"], ['"a"']),
     ({"properties": {"a": {"$ref": "#/b"}, "b": {"$id": "x"}}, "b": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),

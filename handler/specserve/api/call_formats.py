@@ -1,7 +1,5 @@
 """The table of formats: how models write tool calls and mark their reasoning, by their chat template."""
 
-import json
-
 from specserve.grammar.arguments import Notation
 from specserve.grammar.call_form import CallForm, ThinkingTags
 from specserve.grammar.tool_calls import CallSyntax
@@ -70,25 +68,6 @@ _MINIMAX = _section(
     '<invoke name="NAME">~ARGUMENTS~</invoke>\n',
     Notation('<parameter name="KEY">VALUE</parameter>', "\n"),
 )
-# Every tag begins with the same control token.
-_SPACE = "]<]minimax[>["
-_MINIMAX_3 = _section(
-    f"{_SPACE}<tool_call>",
-    f'{_SPACE}<invoke name="NAME">~ARGUMENTS~{_SPACE}</invoke>\n',
-    Notation(f"{_SPACE}<KEY>VALUE{_SPACE}</KEY>", "~", "nested"),
-)
-_DSML, _DSML_4 = (
-    _section(
-        f"<\uff5cDSML\uff5c{name}>",
-        '<\uff5cDSML\uff5cinvoke name="NAME">~ARGUMENTS~</\uff5cDSML\uff5cinvoke>\n',
-        Notation(
-            '<\uff5cDSML\uff5cparameter name="KEY" string="TYPE">VALUE</\uff5cDSML\uff5cparameter>',
-            "\n",
-            type_name=lambda name: json.dumps(name == "string"),
-        ),
-    )
-    for name in ("function_calls", "tool_calls")
-)
 _HY3 = _section(
     "<tool_calls:opensource>",
     "<tool_call:opensource>NAME<tool_sep:opensource>~ARGUMENTS~</tool_call:opensource>\n",
@@ -110,22 +89,6 @@ _KIMI = CallForm(
     "<|tool_calls_section_end|>",
     "",
     tag="<|tool_calls_section_begin|>",
-)
-# Calls follow the response, whose beginning the prompt may hold; the reader leaves out its end as a header.
-_KIMI_3, _KIMI_3_BARE = (
-    CallForm(
-        f"{response}<|open|>tools<|sep|>",
-        '<|open|>call tool="NAME" index="#"<|sep|>ARGUMENTS<|close|>call<|sep|>',
-        "<|close|>tools<|sep|>",
-        "",
-        tag=f"{response}<|open|>tools<|sep|>",
-        notation=Notation(
-            '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>',
-            "",
-            type_name=lambda name: "number" if name == "integer" else name,
-        ),
-    )
-    for response in ("<|close|>response<|sep|>", "")
 )
 _COMMAND_R = CallForm(
     "<|START_ACTION|>[~",
@@ -170,14 +133,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], CallSyntax]] = {
     "Seed-OSS": (("<seed:tool_call>", "<function="), CallSyntax((_SEED,), "\n")),
     "GLM": (("<tool_call>", "<arg_key>"), CallSyntax((_GLM,), "\n")),
     "MiniMax": (("<minimax:tool_call>", "<invoke name="), CallSyntax((_MINIMAX,))),
-    "MiniMax M3": ((_SPACE, "<invoke name="), CallSyntax((_MINIMAX_3,))),
     "DeepSeek V3.1": ((_CALLS, _SEPARATOR), CallSyntax((_DEEPSEEK,))),
     "DeepSeek R1": ((_CALLS, _SEPARATOR, "```json"), CallSyntax((_DEEPSEEK_R1,))),
-    "DeepSeek V3.2": (("\uff5cDSML\uff5c", "function_calls>"), CallSyntax((_DSML,))),
-    "DeepSeek V4": (("\uff5cDSML\uff5c", "tool_calls>"), CallSyntax((_DSML_4,))),
     "Nemotron Nano 2": (("<TOOLCALL>[",), CallSyntax((_NEMOTRON_2,))),
     "Kimi": (("<|tool_calls_section_begin|>",), CallSyntax((_KIMI,))),
-    "Kimi K3": (("<|open|>tools<|sep|>",), CallSyntax((_KIMI_3, _KIMI_3_BARE))),
     "Hy3": (("<tool_sep:opensource>",), CallSyntax((_HY3,))),
     "Apriel, Hunyuan": (("<tool_calls>[",), CallSyntax((_APRIEL, _APRIEL_ID))),
     "Phi-4-mini": (("<|/tool|>",), CallSyntax((_PHI_4,))),
@@ -197,8 +156,7 @@ def formats_of(template: str) -> list[str]:
     return sorted(matching, key=lambda name: -len("".join(FORMATS[name][0])))
 
 
-# Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A, Seed-OSS, Hy3, Gemma 4, gpt-oss, MiniMax M3, Kimi K3
-# and Apriel.
+# Of Qwen3, DeepSeek-R1 and many others; of Magistral, Command A, Seed-OSS, Hy3, Gemma 4, gpt-oss and Apriel.
 _THINKING = (
     ThinkingTags("<think>", "</think>"),
     ThinkingTags("[THINK]", "[/THINK]"),
@@ -210,12 +168,6 @@ _THINKING = (
         "<|channel|>analysis<|message|>",
         "<|end|>",
         ("<|end|>", "<|start|>assistant", "<|channel|>commentary<|message|>", "<|channel|>final<|message|>"),
-    ),
-    ThinkingTags("<mm:think>", "</mm:think>", ("</mm:think>",)),
-    ThinkingTags(
-        "<|open|>think<|sep|>",
-        "<|close|>think<|sep|>",
-        ("<|close|>message<|sep|>", "<|close|>response<|sep|>", "<|open|>response<|sep|>"),
     ),
     ThinkingTags(
         "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("[END FINAL RESPONSE]", "[BEGIN FINAL RESPONSE]")

@@ -63,8 +63,7 @@ _GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 _PROBES = {"probe_one": {"city": "Rome"}, "probe_two": {"city": "Oslo"}}
 # The template variables that switch reasoning, set by `reasoning_effort`.
 _THINKING: dict[bool, dict[str, Any]] = {
-    thinks: {"enable_thinking": thinks, "thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
-    for thinks in (False, True)
+    thinks: {"enable_thinking": thinks, "thinking": thinks} for thinks in (False, True)
 }
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import unquote
 
-# What stands in a form for an argument's key, the JSON type of its value, the value, and optional whitespace.
-KEY, TYPE, VALUE, SPACE = "KEY", "TYPE", "VALUE", "~"
-_PLACES = re.compile(f"({KEY}|{TYPE}|{VALUE}|{SPACE})")
+from specserve.grammar.keywords import pointed
+
+# What stands in a form for an argument's key, its value, and optional whitespace.
+KEY, VALUE, SPACE = "KEY", "VALUE", "~"
 # Deeper values are empty lists and objects; no more references are followed in a row.
 _MAX_DEPTH = 8
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -24,7 +25,6 @@ _DEFINITIONS = {"$defs", "definitions", "x-guidance"}
 # Around the lists and objects that each kind of notation spells value by value; others are JSON.
 _BRACKETS = {
     "raw": {},
-    "nested": {"array": ("", ""), "object": ("", "")},
     "python": {"array": ("[", "]")},
     "quoted": {"array": ("[", "]"), "object": ("{", "}")},
 }
@@ -34,42 +34,28 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Notation:
-    """How an argument is written, by its KEY, VALUE and maybe TYPE, and what stands between two.
+    """How an argument is written, by its KEY and VALUE, and what stands between two.
 
-    Values are `raw` (strings as they are, others as JSON), `nested` (raw, but the entries of objects are arguments, and
-    those of lists arguments with the key `item`), `python` literals, or `quoted` (JSON with bare keys in the order of
-    their names, and with strings between two `quote`).
+    Values are `raw` (strings as they are, others as JSON), `python` literals, or `quoted` (JSON with bare keys in the
+    order of their names, and with strings between two `quote`).
     """
 
     item: str
     between: str
-    kind: Literal["raw", "nested", "python", "quoted"] = "raw"
+    kind: Literal["raw", "python", "quoted"] = "raw"
     quote: str = ""
-    type_name: Callable[[str], str] = str  # what stands for TYPE
-
-    @property
-    def is_raw(self) -> bool:
-        return self.kind in {"raw", "nested"}
 
     @cached_property
-    def parts(self) -> tuple[str, str, str, str, str]:
-        """What stands before the key, up to the type, up to the value, after the value, and after the key again."""
-        head, _, tail = self.item.partition(VALUE)
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the key, up to the value, and after the value."""
+        head, _, end = self.item.partition(VALUE)
         before, _, middle = head.partition(KEY)
-        middle, _, typed = middle.partition(TYPE)
-        end, _, closing = tail.partition(KEY)
-        return before, middle, typed, end, closing
+        return before, middle, end
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        head = _pattern(self.item.partition(VALUE)[0])
-        return re.compile(rf"\s*(?:{_pattern(self.between.strip())}\s*)?{head}", re.DOTALL)
-
-    @cached_property
-    def _tag(self) -> re.Pattern[str]:
-        """What ends a raw value, or begins one inside."""
-        inside = "|" + _pattern(self.parts[0]) if self.kind == "nested" else ""
-        return re.compile(f"(?P<end>{_pattern(self.item.partition(VALUE)[2])}){inside}", re.DOTALL)
+        before, middle, _ = map(_pattern, self.parts)
+        return re.compile(rf"\s*(?:{_pattern(self.between.strip())}\s*)?{before}(.+?){middle}", re.DOTALL)
 
     @cached_property
     def _token(self) -> re.Pattern[str]:
@@ -78,35 +64,24 @@ class Notation:
         quote = re.escape(self.quote)
         return re.compile(rf"{quote}.*?{quote}|[][{{}},]|(?:(?!{quote})[^][{{}},])+", re.DOTALL)
 
-    def take(self, text: str, schema: Any, root: Schema | None = None) -> tuple[int, str, str] | None:
+    def take(self, text: str, schema: Any) -> tuple[int, str, str] | None:
         """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete.
 
-        `schema` is that of all arguments, `root` the one in which its references lead, if that is another.
+        `schema` is that of all arguments.
         """
-        root = root or schema
         head = self._head.match(text)
         end = head and self._end(text, head.end())
         if not head or not end:
             return None
-        key, value = head["key"], text[head.end() : end[0]]
-        schema = _inside(schema, key, root)
-        types = _types(schema, root)
-        if TYPE in self.item:
-            types = frozenset({"string"}) if head["type"] == self.type_name("string") else types - {"string"}
-        holds = value.lstrip().startswith(self.parts[0]) or (not value and types <= {"array", "object"})
-        is_nested = self.kind == "nested" and holds
-        read = self._entries(value, schema, root, types) if is_nested else self._value(value, types)
-        return end[1], _quoted(key), read
+        value = self._value(text[head.end() : end[0]], _types(_argument(schema, head[1]), schema))
+        return end[1], _quoted(head[1]), value
 
     def _end(self, text: str, begin: int) -> tuple[int, int] | None:
         """Return the end of the value that begins there, and that of its argument."""
+        if self.kind == "raw":
+            end = re.compile(_pattern(self.parts[2])).search(text, begin)
+            return end and end.span()
         depth = 0
-        if self.is_raw:
-            for tag in self._tag.finditer(text, begin):
-                if not depth and tag["end"]:
-                    return tag.span()
-                depth += -1 if tag["end"] else 1
-            return None
         while token := self._token.match(text, begin):
             if not depth and token[0] in {"]", "}", ")", ","}:
                 return begin, begin
@@ -114,19 +89,9 @@ class Notation:
             begin = token.end()
         return None
 
-    def _entries(self, text: str, schema: Any, root: Schema, types: frozenset[str]) -> str:
-        """Return a nested list or object in JSON."""
-        values: list[tuple[str, str]] = []
-        while found := self.take(text, schema, root):
-            text = text[found[0] :]
-            values.append(found[1:])
-        is_list = "object" not in types or ("array" in types and {key for key, _ in values} == {'"item"'})
-        entries = ", ".join(value if is_list else f"{key}: {value}" for key, value in values)
-        return f"[{entries}]" if is_list else f"{{{entries}}}"
-
     def _value(self, text: str, types: frozenset[str]) -> str:
         """Return a value in JSON; what has none of the types is a string."""
-        if self.is_raw and types == {"string"}:
+        if self.kind == "raw" and types == {"string"}:
             return _quoted(text)
         written = (self._unquoted(text) if self.kind == "quoted" else text).strip()
         value: Any = text
@@ -134,7 +99,7 @@ class Notation:
             with suppress(ValueError, LookupError, SyntaxError, TypeError, MemoryError, RecursionError):
                 value = parse(written)
                 break
-        if self.is_raw and _type(value) not in types:
+        if self.kind == "raw" and _type(value) not in types:
             value = text
         with suppress(ValueError, TypeError):
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -149,11 +114,9 @@ class Notation:
         return "".join(parts)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        return self.between.replace(SPACE, "").join(self._argument(*item) for item in self.ordered(arguments))
-
-    def _argument(self, key: str, value: Any) -> str:
-        there = {KEY: key, TYPE: self.type_name(_type(value)), VALUE: self.written(value), SPACE: ""}
-        return "".join(there.get(part, part) for part in _PLACES.split(self.item))
+        before, middle, end = (part.replace(SPACE, "") for part in self.parts)
+        items = (f"{before}{key}{middle}{self.written(value)}{end}" for key, value in self.ordered(arguments))
+        return self.between.replace(SPACE, "").join(items)
 
     def ordered(self, items: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return sorted(items.items(), key=lambda item: item[0].lower()) if self.kind == "quoted" else [*items.items()]
@@ -162,12 +125,7 @@ class Notation:
         """Write a value."""
         text = json.dumps(value, ensure_ascii=False)
         if brackets := _BRACKETS[self.kind].get(_type(value)):
-            if isinstance(value, dict):
-                inside = self.write(value)
-            elif self.kind == "nested":
-                inside = "".join(self._argument("item", part) for part in value)
-            else:
-                inside = self.between.join(map(self.written, value))
+            inside = self.write(value) if isinstance(value, dict) else self.between.join(map(self.written, value))
             return inside.join(brackets)
         if self.kind == "python":
             return _PYTHON_WORDS.get(text, text)
@@ -213,12 +171,11 @@ class ArgumentsGrammar:
         return first
 
     def _item(self, key: str, schema: Any) -> str:
-        before, middle, _, _, closing = self._notation.parts
-        end = f"{key} {self._fixed(closing)}" if closing else ""
-        return self._rule(f"{self._fixed(before)} {key} {self._fixed(middle)} {self._value(schema)} {end}")
+        before, middle, _ = map(self._fixed, self._notation.parts)
+        return self._rule(f"{before} {key} {middle} {self._value(schema)}")
 
     def _value(self, schema: Any) -> str:
-        """Return what spells a value, for raw ones with the type before and with what stands after it."""
+        """Return what spells a value, a raw one with what stands after it."""
         schema = schema if isinstance(schema, dict) else {}
         target = _resolved(schema, self._root)
         if target is schema and target:
@@ -242,7 +199,7 @@ class ArgumentsGrammar:
             yield from map(self._value, schema["anyOf"])
         else:
             types = _types(schema, self._root)
-            if self._notation.is_raw and types == _ALL:
+            if self._notation.kind == "raw" and types == _ALL:
                 types = frozenset({"string"})
             self._depth += 1
             for name in sorted(types - ({"integer"} if "number" in types else set())):
@@ -255,7 +212,7 @@ class ArgumentsGrammar:
             return f"{self._fixed(notation.quote)} {_quoted(value)} {self._fixed(notation.quote)}"
         if notation.kind == "python" and isinstance(value, str):
             return f"({_quoted(notation.written(value))} | {_quoted(repr(value))})"
-        return self._ended(_type(value), _quoted(notation.written(value)))
+        return self._ended(_quoted(notation.written(value)))
 
     def _of_type(self, name: str, schema: Schema) -> Iterator[str]:
         notation, kind = self._notation, self._notation.kind
@@ -263,38 +220,31 @@ class ArgumentsGrammar:
             words = ["true", "false"] if name == "boolean" else ["null"]
             python = [_PYTHON_WORDS[word] for word in words]
             # Templates print raw values as JSON, or as Python does.
-            words = python if kind == "python" else words + python * (notation.is_raw or name == "null")
-            yield from (self._ended(name, _quoted(word)) for word in words)
+            words = python if kind == "python" else words + python * (kind == "raw" or name == "null")
+            yield from (self._ended(_quoted(word)) for word in words)
         elif name == "string" and kind != "python":
-            before = self._fixed(notation.quote) or self._typed(name)
-            yield f"{before} {self._text(schema, notation.quote or notation.parts[3])}"
+            yield f"{self._fixed(notation.quote)} {self._text(schema, notation.quote or notation.parts[2])}"
         elif (brackets := _BRACKETS[kind].get(name)) is None:
-            yield self._ended(name, self._json({**schema, "type": name}))
+            yield self._ended(self._json({**schema, "type": name}))
             if name == "string" and schema.keys() <= {"type"}:
                 yield self._rule(r"/'([^'\\]|\\[nrt\\'\"])*'/")
         else:
             before, after = map(_quoted, brackets)
             inside = "" if self._depth > _MAX_DEPTH else self._list(schema) if name == "array" else self._items(schema)
-            yield self._ended(name, f"{before} {inside} {after}")
+            yield f"{before} {inside} {after}"
 
     def _list(self, schema: Schema) -> str:
         self._note(schema, "items", "minItems", "maxItems")
         items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return ""
-        item = self._item('"item"', items) if self._notation.kind == "nested" else self._value(items)
+        item = self._value(items)
         more = f"{self._fixed(self._notation.between)} {item}"
         return f"({item} ({more}){{{max(least - 1, 0)},{most - 1 if most else ''}}}){'?' * (not least)}"
 
-    def _ended(self, name: str, value: str) -> str:
-        """Return a value and, if it is a raw one, its type before it and what stands after it."""
-        if not self._notation.is_raw:
-            return value
-        return f"{self._typed(name)} {value} {self._fixed(self._notation.parts[3])}"
-
-    def _typed(self, name: str) -> str:
-        typed = self._notation.parts[2]
-        return f"{_quoted(self._notation.type_name(name))} {self._fixed(typed)}" if typed else ""
+    def _ended(self, value: str) -> str:
+        """Return a value and, if it is a raw one, what stands after it."""
+        return f"{value} {self._fixed(self._notation.parts[2])}" if self._notation.kind == "raw" else value
 
     def _text(self, schema: Schema, end: str) -> str:
         """Return a text that does not hold its end, and that end."""
@@ -342,14 +292,12 @@ def _branches(schema: Any, root: Schema) -> Iterator[Schema]:
             yield part
 
 
-def _inside(schema: Any, key: str, root: Schema) -> Any:
-    """Return the schema of an argument, or of a nested list's items."""
-    for branch in _branches(schema, root):
-        properties, items = branch.get("properties"), branch.get("items")
+def _argument(schema: Schema, key: str) -> Any:
+    """Return the schema of an argument."""
+    for branch in _branches(schema, schema):
+        properties = branch.get("properties")
         if isinstance(properties, dict) and key in properties:
             return properties[key]
-        if key == "item" and items is not None:
-            return items
         if isinstance(others := branch.get("additionalProperties"), dict):
             return others
     return None
@@ -373,9 +321,8 @@ def _type(value: Any) -> str:
 
 
 def _pattern(form: str) -> str:
-    """Return a regular expression for a form."""
-    places = {KEY: "(?P<key>.+?)", TYPE: "(?P<type>.+?)", SPACE: r"\s*"}
-    return "".join(places.get(part) or re.escape(part) for part in _PLACES.split(form))
+    """Return a regular expression for a form without places."""
+    return r"\s*".join(map(re.escape, form.split(SPACE)))
 
 
 def _resolved(schema: Schema, root: Schema) -> Schema:
@@ -383,13 +330,7 @@ def _resolved(schema: Schema, root: Schema) -> Schema:
     for _ in range(_MAX_DEPTH):
         if not isinstance(reference := schema.get("$ref"), str):
             return schema
-        place: Any = root
-        for step in unquote(reference).split("/")[1:]:
-            name: Any = step.replace("~1", "/").replace("~0", "~")
-            with suppress(LookupError, TypeError, ValueError):
-                place = place[int(name) if isinstance(place, list) else name]
-                continue
-            return {}
+        place = pointed(root, unquote(reference))
         schema = place if isinstance(place, dict) else {}
     return {}
 

@@ -27,6 +27,12 @@ ASSERTIONS = (
     | {"dependencies", "dependentRequired", "dependentSchemas", "propertyDependencies"}
     | {"$dynamicRef", "$recursiveRef", "disallow", "divisibleBy", "extends"}
 )
+# Values with which these assert nothing; every name is a string.
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
+}
 # Keywords whose values are never subschemas.
 NO_SCHEMAS = frozenset({"const", "default", "enum", "example", "examples"})
 # The compiler cannot follow look-arounds, word boundaries and back references.
@@ -73,19 +79,15 @@ def misshapen(key: str, value: Any) -> str:
     return "strings" if key in {"type", "required"} and not all(isinstance(name, str) for name in value) else ""
 
 
-def asserts(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword asserts anything with this value and beside these other keywords."""
-    if key == "if":
-        return bool({"then", "else"} & schema.keys())
-    if key == "uniqueItems":
-        max_items = schema.get("maxItems")
-        return value is True and not (isinstance(max_items, int) and max_items <= 1) and "array" in types_of(schema)
-    if key in {"dependencies", "dependentRequired", "dependentSchemas"} and isinstance(value, dict):
-        return any(needs not in ([], True, {}) for needs in value.values())
-    if key in {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}:
-        # Every name is a string.
-        return value is not True and value != {} and not (key == "propertyNames" and value == {"type": "string"})
-    return not (key == "not" and value is False)
+def pointed(root: Any, pointer: str) -> Any:
+    """Return what a JSON pointer leads to, None if it leads nowhere."""
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        try:
+            root = root[int(name) if isinstance(root, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return root
 
 
 def types_of(schema: dict[str, Any]) -> Sequence[Any]:

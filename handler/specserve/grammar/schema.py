@@ -79,8 +79,6 @@ class _Reader:
         self._unions: dict[str, tuple[dict[str, Any], Any]] = {}
         # JSON pointers of subschemas with an `$id`, from which references below them start.
         self._identified: set[str] = set()
-        # By JSON pointer, the last step of where a keyword's value stands in the copy.
-        self._moved: dict[str, str] = {}
 
     def _refuse(self, reason: str, schema: dict[str, Any], *names: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
@@ -120,13 +118,11 @@ class _Reader:
             if key in self._without or opened:
                 self.relaxed[key] = None
             elif key in keywords.ASSERTIONS:
-                reworded += self._reworded(key, value, schema)
+                reworded += self._reworded(key, value)
             elif shape := keywords.misshapen(key, value):
                 self._refuse(f"{key!r} must be {shape}", copy, key)
             elif key == "anyOf" and "oneOf" in schema:
                 reworded.append({key: self._keyword(key, value, f"{pointer}/{key}")})
-                # Nothing stands there, so the compiler refuses references to these.
-                self._moved[f"{pointer}/{key}"] = "oneOf"
             elif key in keywords.SUPPORTED:
                 copy["anyOf" if key == "oneOf" else key] = self._keyword(key, value, f"{pointer}/{key}")
         if reworded:
@@ -142,9 +138,9 @@ class _Reader:
             return int(value)
         return self.read(value, pointer) if key in keywords.SINGLE else value
 
-    def _reworded(self, key: str, value: Any, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    def _reworded(self, key: str, value: Any) -> list[dict[str, Any]]:
         """Return supported schemas that together assert the same as an unsupported keyword, if there are any."""
-        if not keywords.asserts(key, value, schema):
+        if value in keywords.NOTHING.get(key, ()):
             return []
         needed = {name: names for name, names in value.items() if names != []} if isinstance(value, dict) else {}
         listed = key in {"dependencies", "dependentRequired"} and len(needed) <= MAX_DEPENDENCIES
@@ -163,7 +159,6 @@ class _Reader:
             elif others is not True:
                 # The compiler ignores `additionalItems` beside other subschemas.
                 schema |= {"prefixItems": schema["items"], "items": others}
-                self._moved |= {f"{pointer}/items": "prefixItems", f"{pointer}/additionalItems": "items"}
         for key in ("const", "enum", "pattern"):
             if keywords.is_unspelled(key, schema.get(key, "")):
                 self._refuse(f"{key!r} holds a control character, which an answer cannot spell", schema, key)
@@ -236,29 +231,25 @@ class _Reader:
             pointer = unquote(reference.removeprefix("#"))
             is_below = any("/".join(steps[: n + 1]) in self._identified for n in range(len(steps)))
             is_pointer = (reference + "/").startswith("#/") and not is_below
-            if is_pointer and (pointer in self.copies or self._read_elsewhere(pointer)):
-                inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else self._place(pointer)
+            if is_pointer and self._leads(pointer):
+                inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else pointer
                 schema["$ref"] = "#" + quote(inside, safe="/~")
                 self._targets[schema["$ref"]] = self.copies[pointer]
             else:
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
 
-    def _place(self, pointer: str) -> str:
-        before = place = ""
-        for step in pointer.split("/")[1:]:
-            before += f"/{step}"
-            place += f"/{self._moved.get(before, step)}"
-        return place
+    def _leads(self, pointer: str) -> bool:
+        """Whether a pointer leads to a subschema that stands there in the copy, too, or is copied elsewhere now.
 
-    def _read_elsewhere(self, pointer: str) -> bool:
-        """Copy a subschema below an unknown keyword, where many schemas keep what references lead to, if it is one."""
-        value: Any = self._root
-        for step in pointer.split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            value = value.get(name) if isinstance(value, dict) and name not in keywords.NO_SCHEMAS else None
-        if isinstance(value, dict):
-            self.elsewhere[pointer] = self.read(value, pointer)
-        return isinstance(value, dict)
+        Many schemas keep what references lead to below an unknown keyword.
+        """
+        if pointer in self.copies:
+            return pointer in self.elsewhere or keywords.pointed(self.copies[""], pointer) is self.copies[pointer]
+        value = keywords.pointed(self._root, pointer)
+        if not isinstance(value, dict) or keywords.NO_SCHEMAS & {*pointer.split("/")}:
+            return False
+        self.elsewhere[pointer] = self.read(value, pointer)
+        return True
 
     def check_unions(self) -> None:
         """Refuse each `oneOf`, by now an `anyOf`, of which a value might satisfy two branches.

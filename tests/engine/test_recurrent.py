@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.config import ModelConfig
 from specserve.core import admission
 from specserve.core.pool import cache_bytes
 from specserve.engine import recurrent
@@ -271,13 +270,3 @@ def test_a_grammar_holds(pair: Pair) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     found = pair.complete(PROMPT, max_tokens=60, temperature=0, structured_outputs={"json": schema})
     assert isinstance(json.loads(found.text)["n"], int)
-
-
-def test_one_that_should_draft_is_left_out_with_a_sentence(files: TinyFiles, caplog: pytest.LogCaptureFixture) -> None:
-    draft = ModelConfig(path=files.path(HYBRID, "draft"))
-    models = Pair(files.config("qwen2").model_copy(update={"draft": draft})).models
-    assert models.draft is None
-    assert (
-        "has recurrent layers, which cannot go back over the passes of its drafts. Serving goes on without"
-        in caplog.text
-    )

@@ -1,7 +1,6 @@
 """Target and draft loaded as by a worker, completion requests run on them, and tiny model files to load."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,3 @@ class Pair:
             chunks.append(sequence.take_text())
         assert sequence.error is None
         return Completion(sequence, chunks, sequence.finish_reason)
-
-    def chat_prompt(self, *messages: Mapping[str, str]) -> str:
-        """The messages rendered by the model's chat template."""
-        assert self.chat_template is not None
-        return self.chat_template.render(messages)

@@ -91,19 +91,6 @@ def test_a_mask_token_or_block_length_that_is_none_leaves_the_draft_as_it_is(
     model.close()
 
 
-def test_a_draft_model_that_does_not_fit_beside_the_target_is_left_out(
-    files: TinyFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is not even loaded; there is enough for the target, and for its cache."""
-    config = files.config("llama")
-    free = chain([2**40, 400 * 2**20 + files.path("llama", "target").stat().st_size], repeat(2**40))
-    monkeypatch.setattr(loading, "free_memory", lambda: next(free))
-    models = Pair(config).models
-    assert models.draft is None
-    assert "no memory: the weights take" in caplog.text
-    assert "Serving goes on without the draft model" in caplog.text
-
-
 def test_a_draft_model_whose_cache_does_not_fit_beside_the_targets_is_left_out(
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

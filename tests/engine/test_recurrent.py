@@ -8,10 +8,8 @@ from unittest.mock import patch
 import llama_cpp
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.config import ModelConfig
 from specserve.core import admission
 from specserve.core.pool import cache_bytes
 from specserve.engine import recurrent
@@ -144,41 +142,17 @@ def test_each_token_has_the_largest_logit_however_many_are_drafted(pair: Pair, g
         assert position + 1 < answer.prompt_length or logits[following] >= logits.max() - 0.05 * (KERNELS == "off")
 
 
-def test_a_slot_goes_back_within_its_last_pass_once_and_else_is_empty(pair: Pair) -> None:
-    """And goes on as one that never was ahead, also if other slots were fed between."""
+def test_slots_that_share_a_state_do_not_go_back_and_nor_is_a_state_copied_after_that(pair: Pair) -> None:
     pair.scheduler()
-    engine = pair.models.target.engine
-    assert engine.rollback == 7
-
-    def forward(slot: int, tokens: list[int]) -> NDArray[np.float32]:
-        rows = [
-            Row(token, slot, position, wants_logits=True)
-            for position, token in enumerate(tokens, engine.cached_len(slot))
-        ]
-        return engine.forward(rows).copy()
-
-    for passed, kept in ((9, 1), (9, 2), (9, 8), (8, 1), (8, 0), (2, 1), (2, 0), (1, 0)):
-        for slot in range(3):
-            engine.truncate(slot, 0)
-        forward(0, [*range(20, 30)])
-        forward(0, [*range(30, 30 + passed)])
-        forward(2, [*range(40, 50)])
-        engine.truncate(0, 10 + kept)
-        held = 10 + kept if kept and passed - kept <= 7 else 0
-        assert engine.cached_len(0) == held, (passed, kept)
-        forward(1, [*range(20, 20 + held)] if held else [20])
-        engine.truncate(2, 9)
-        assert held == 0 or np.array_equal(forward(0, [60, 61, 62]), forward(1, [60, 61, 62])), (passed, kept)
-    engine.truncate(0, 0)
-    forward(0, [1, 2, 3, 4])
-    engine.truncate(0, 3)
-    engine.copy(0, 2, 3)
-    engine.truncate(0, 2)
-    assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 0]
-    forward(0, [1, 2, 3, 4])
-    engine.copy(0, 2, 4)
-    engine.truncate(0, 3)
-    assert [engine.cached_len(slot) for slot in (0, 2)] == [0, 4]
+    cache = pair.models.target
+    for kept, copied, lengths in ((4, 4, [0, 4]), (3, 3, [3, 0])):
+        cache.truncate(0, 0)
+        cache.forward([Row(30 + position, 0, position, wants_logits=False) for position in range(4)])
+        cache.truncate(0, kept)
+        cache.copy(0, 2, copied)
+        cache.truncate(0, 3)
+        assert [cache.length(slot) for slot in (0, 2)] == lengths
+        assert cache.check()
 
 
 @needs_our_kernels
@@ -231,19 +205,6 @@ def test_only_a_whole_cached_text_is_a_prefix(pair: Pair) -> None:
         assert pair.complete(sequence.prompt, **fields).sequence.answer == sequence.answer
 
 
-def test_a_slot_that_is_truncated_is_empty_and_a_copy_goes_on_as_its_source(pair: Pair) -> None:
-    cache, end = pair.models.target, 20
-    pair.scheduler()
-    cache.forward([Row(30 + position, 0, position, wants_logits=False) for position in range(end)])
-    cache.copy(0, 1, end)
-    source, copied = cache.forward([Row(60, slot, end, wants_logits=True) for slot in (0, 1)])
-    assert np.array_equal(source, copied)
-    cache.truncate(0, end + 1)
-    cache.truncate(1, end)
-    assert [cache.length(slot) for slot in (0, 1)] == [end + 1, 0]
-    assert cache.check()
-
-
 def test_an_engine_that_only_measures_is_closed_if_a_pass_fails(
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,13 +241,3 @@ def test_a_grammar_holds(pair: Pair) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     found = pair.complete(PROMPT, max_tokens=60, temperature=0, structured_outputs={"json": schema})
     assert isinstance(json.loads(found.text)["n"], int)
-
-
-def test_one_that_should_draft_is_left_out_with_a_sentence(files: TinyFiles, caplog: pytest.LogCaptureFixture) -> None:
-    draft = ModelConfig(path=files.path(HYBRID, "draft"))
-    models = Pair(files.config("qwen2").model_copy(update={"draft": draft})).models
-    assert models.draft is None
-    assert (
-        "has recurrent layers, which cannot go back over the passes of its drafts. Serving goes on without"
-        in caplog.text
-    )

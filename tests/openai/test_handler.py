@@ -26,7 +26,7 @@ from specserve.api.routes import Routes
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
 from specserve.engine.kernels import Left
-from specserve.observability.metrics import Metrics
+from specserve.observability.metrics import DRAFT_MODEL, Metric, Metrics
 from specserve.torchserve import handler as torchserve
 
 
@@ -368,6 +368,23 @@ def test_what_a_round_raises_fails_its_sequences(front_end: FrontEnd, monkeypatc
         assert front_end.ask(BODY)["choices"]
 
 
+def test_a_draft_model_that_fails_is_reported_and_changes_no_answer(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gauges: list[dict[Metric, float]] = []
+    monkeypatch.setattr(Metrics, "emit", lambda _metrics, found: gauges.append(found))
+    body = {**BODY, "max_tokens": 60, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}}
+    expected = front_end.output(front_end.answered(body))
+    stream = front_end.begin({**body, "stream": True})
+    assert (front_end.speculation_status()["draft_model_up"], gauges[-1][DRAFT_MODEL]) == (True, True)
+    front_end.draft.fail_after = 0
+    front_end.run()
+    assert front_end.output(stream) == expected
+    assert (front_end.speculation_status()["draft_model_up"], gauges[-1][DRAFT_MODEL]) == (False, False)
+    [logged] = [record for record in caplog.records if "Decoding goes on without it" in record.message]
+    assert logged.levelname == "ERROR"
+
+
 def test_metrics_that_cannot_be_sent_are_logged_once_and_fail_nobody(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,18 +401,6 @@ def test_parts_of_a_form_are_no_headers(front_end: FrontEnd) -> None:
         front_end.run()
         assert front_end.status[form] == 400
         assert "application/json" in front_end.answer(form)["error"]["message"]
-
-
-def test_a_request_by_grpc_is_refused_with_one_last_chunk(front_end: FrontEnd) -> None:
-    """TorchServe's streaming calls end with a last chunk only, which no call by HTTP begins with."""
-    parts: dict[str, bytes]
-    for parts in ({"body": json.dumps(BODY).encode()}, {"authorization": b"x"}, {}):
-        for headers in ({}, {"ts_request_sequence_id": "1", "ts_request_sequence_end": "true"}):
-            refused = front_end.send(parts, headers)
-            front_end.chunks[refused] = ["as by HTTP"]
-            front_end.run()
-            _, chunk = front_end.chunks[refused]
-            assert "HTTP" in json.loads(chunk)["error"]["message"]
 
 
 def test_a_body_that_is_not_an_object_is_refused(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ def smollm2() -> Pair:
 
 
 def test_the_chat_template_adds_its_system_prompt_and_a_question_is_answered(smollm2: Pair) -> None:
-    prompt = smollm2.chat_prompt({"role": "user", "content": QUESTION})
+    assert smollm2.chat_template is not None
+    prompt = smollm2.chat_template.render([{"role": "user", "content": QUESTION}])
     assert prompt == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"

@@ -50,3 +50,4 @@ def test_a_full_disk_ends_the_trace_and_changes_no_answer(server: Server, traces
     full.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
     assert file.stat().st_size == size
     until(lambda: server.log().count(f"{file} (NOTSET)> is incomplete from now on") == 1, "one sentence in the log")
+    assert "ERROR specserve: <" in server.log(), "TorchServe logs all else as information"

@@ -1,14 +1,15 @@
 """Wrong verification rules and noise sources: each test of losslessness must reject those it is meant to detect."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enumeration import Rule
 from specserve.sampling.distribution import draw
 from specserve.sampling.noise import Noise, Purpose
 from specserve.speculation.rejection import Distributions, Verdict, recover
+
+Rule = Callable[[Distributions, Distributions, Sequence[int], Noise], Verdict]
 
 
 def noise(kind: type[Noise] = Noise, **keys: int) -> Noise:

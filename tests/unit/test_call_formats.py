@@ -19,7 +19,7 @@ from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
-from specserve.grammar.arguments import Notation
+from specserve.grammar.arguments import Notation, Scan
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
 
@@ -329,8 +329,37 @@ def test_raw_arguments_have_the_types_of_their_schemas() -> None:
         ({}, "{a", "{a"),
     ):
         root = {"properties": {"a": schema}, "$defs": {"a": {"type": "string"}}}
-        assert notation.take(f"<a>{text}</>", root) == (len(text) + 6, '"a"', json.dumps(value))
-    assert notation.take("<a>5</>", {"additionalProperties": {"type": "string"}}) == (7, '"a"', '"5"')
+        assert notation.take(f"<a>{text}</>", root, Scan()) == (len(text) + 6, '"a"', json.dumps(value))
+    assert notation.take("<a>5</>", {"additionalProperties": {"type": "string"}}, Scan()) == (7, '"a"', '"5"')
+
+
+def test_an_argument_that_comes_in_pieces_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a long one takes the time of its square, and other requests wait."""
+    values = [7, "a, ] }", "'\\\"", True, 1.5] * 50
+    unread = 0
+
+    def take(notation: Notation, text: str, schema: Any, scan: Scan) -> tuple[int, str, str] | None:
+        nonlocal unread
+        unread += len(text) - scan.position
+        return original(notation, text, schema, scan)
+
+    original = Notation.take
+    monkeypatch.setattr(Notation, "take", take)
+    for name in ("LFM2", "Gemma 4", "FunctionGemma"):
+        form = FORMATS[name][1].forms[0]
+        text = form.write([{"name": "get", "arguments": {"list": values, "text": "b, " * 500}}])
+        reader, unread = AnswerReader([form], TOOLS), 0
+        assert calls_of([part for character in text for part in reader.read(character, done=False)]) == [
+            ("get", {"list": values, "text": "b, " * 500})
+        ]
+        assert unread < 20 * len(text)
+
+
+def test_a_call_cut_off_that_is_sent_back_is_refused_by_a_sentence_where_the_template_needs_an_object() -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "get", "arguments": '{"city": "Ro'}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(RequestError, match="arguments of a tool call are no JSON object; leave out calls"):
+        ChatTemplate(TEMPLATES["Qwen3-Coder"], bos="", eos="").render(messages)
 
 
 @pytest.fixture(scope="module")

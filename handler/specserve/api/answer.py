@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from specserve.grammar.arguments import Scan
 from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, begun, find, take
 
 
@@ -69,10 +70,11 @@ class AnswerReader:
         # Whether no text has come since the last call, and whether any has come at all.
         self._first, self._has_text = True, False
         # Of the last call: the forms that it may have, its name, and whether an argument has come, or how many brackets
-        # the arguments have open, and whether these end in a string.
+        # the arguments have open, and whether these end in a string; and how far the next argument has been read.
         self._possible: list[CallForm] = []
         self._name, self._has_argument = "", False
         self._depth, self._in_string, self._escaped = 0, False, False
+        self._scan = Scan()
 
     @property
     def is_within_call(self) -> bool:
@@ -182,11 +184,11 @@ class AnswerReader:
         if isinstance(ends, tuple):
             self._read = self._read_after
             return self._arguments(0, "}" if self._has_argument else "{}")
-        found = form.notation and form.notation.take(self._held, self._names.get(self._name, {}))
+        found = form.notation and form.notation.take(self._held, self._names.get(self._name, {}), self._scan)
         if not found:
             return None
         end, key, value = found
-        begin, self._has_argument = ", " if self._has_argument else "{", True
+        begin, self._has_argument, self._scan = ", " if self._has_argument else "{", True, Scan()
         return self._arguments(end, f"{begin}{key}: {value}")
 
     def _read_arguments(self) -> list[Part] | None:

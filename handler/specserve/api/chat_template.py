@@ -191,7 +191,12 @@ class ChatTemplate:
         except _FAILURES as error:
             with suppress(*_FAILURES):
                 return self._rendered(messages, tools, variables or {}, is_refused=True)
-            sentence = f"The model's chat template refuses these messages: {_reason(error)}."
+            calls = [call for message in messages for call in message.get("tool_calls") or ()]
+            if all(isinstance(call["function"]["arguments"], Mapping) for call in calls):
+                reason = _reason(error)
+            else:
+                reason = "the arguments of a tool call are no JSON object; leave out calls that `max_tokens` cut off"
+            sentence = f"The model's chat template refuses these messages: {reason}."
             raise RequestError.invalid("messages", sentence) from error
 
     def _rendered(

@@ -16,6 +16,8 @@ from specserve.grammar.keywords import pointed
 KEY, VALUE, SPACE = "KEY", "VALUE", "~"
 # Deeper values are empty lists and objects; no more references are followed in a row.
 _MAX_DEPTH = 8
+# Characters of a key; what may be a longer one is read no further.
+_MAX_KEY = 256
 _TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _TYPES[type(None)] = "null"
 _ALL = frozenset(_TYPES.values())
@@ -29,7 +31,19 @@ _BRACKETS = {
     "quoted": {"array": ("[", "]"), "object": ("{", "}")},
 }
 
+# Tried only where a word begins, and never again with less of it.
+_BARE_KEY = re.compile(r"(?<![^\s{}\[\],:\"])([^\s{}\[\],:\"]++)(\s*+:)")
+
 Schema = Mapping[str, Any]
+
+
+@dataclass
+class Scan:
+    """How far an incomplete argument has been read."""
+
+    position: int = 0
+    depth: int = 0  # of the brackets that are open
+    quote: str = ""  # of the string that is open
 
 
 @dataclass(frozen=True)
@@ -55,38 +69,49 @@ class Notation:
     @cached_property
     def _head(self) -> re.Pattern[str]:
         before, middle, _ = map(_pattern, self.parts)
-        return re.compile(rf"\s*(?:{_pattern(self.between.strip())}\s*)?{before}(.+?){middle}", re.DOTALL)
+        between = rf"(?:{_pattern(self.between.strip())}\s*)?"
+        return re.compile(rf"\s*{between}{before}(.{{1,{_MAX_KEY}}}?){middle}", re.DOTALL)
 
     @cached_property
-    def _token(self) -> re.Pattern[str]:
+    def _marks(self) -> dict[str, re.Pattern[str]]:
+        """What to look for in a value: outside strings, and within one by the quote that it began with."""
         if self.kind == "python":
-            return re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[][{}(),]|[^][{}(),"']+""", re.DOTALL)
+            within = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in "\"'"}
+            return {"": re.compile(r"""[][{}(),"']"""), **within}
         quote = re.escape(self.quote)
-        return re.compile(rf"{quote}.*?{quote}|[][{{}},]|(?:(?!{quote})[^][{{}},])+", re.DOTALL)
+        return {"": re.compile(rf"{quote}|[][{{}},]"), self.quote: re.compile(quote)}
 
-    def take(self, text: str, schema: Any) -> tuple[int, str, str] | None:
+    def take(self, text: str, schema: Any, scan: Scan) -> tuple[int, str, str] | None:
         """Read the first argument of a text: its end, its key and its value in JSON; None if it is incomplete.
 
-        `schema` is that of all arguments.
+        `schema` is that of all arguments. The same text and more is read with the same `scan`.
         """
         head = self._head.match(text)
-        end = head and self._end(text, head.end())
+        end = head and self._end(text, head.end(), scan)
         if not head or not end:
             return None
         value = self._value(text[head.end() : end[0]], _types(_argument(schema, head[1]), schema))
         return end[1], _quoted(head[1]), value
 
-    def _end(self, text: str, begin: int) -> tuple[int, int] | None:
+    def _end(self, text: str, begin: int, scan: Scan) -> tuple[int, int] | None:
         """Return the end of the value that begins there, and that of its argument."""
         if self.kind == "raw":
             end = re.compile(_pattern(self.parts[2])).search(text, begin)
             return end and end.span()
-        depth = 0
-        while token := self._token.match(text, begin):
-            if not depth and token[0] in {"]", "}", ")", ","}:
-                return begin, begin
-            depth += (token[0] in {"[", "{", "("}) - (token[0] in {"]", "}", ")"})
-            begin = token.end()
+        scan.position = max(scan.position, begin)
+        while found := self._marks[scan.quote].search(text, scan.position):
+            mark = found[0]
+            if scan.quote:
+                scan.quote = "" if mark == scan.quote else scan.quote
+            elif mark in self._marks:
+                scan.quote = mark
+            elif not scan.depth and mark in {"]", "}", ")", ","}:
+                return found.start(), found.start()
+            else:
+                scan.depth += (mark in {"[", "{", "("}) - (mark in {"]", "}", ")"})
+            scan.position = found.end()
+        # The text may end within a mark.
+        scan.position = max(scan.position, len(text) - max(map(len, self._marks)))
         return None
 
     def _value(self, text: str, types: frozenset[str]) -> str:
@@ -108,7 +133,7 @@ class Notation:
     def _unquoted(self, text: str) -> str:
         parts = text.split(self.quote)
         for index, part in enumerate(parts):
-            bare = re.sub(r"([^\s{}\[\],:\"]+)(\s*:)", r'"\1"\2', part)
+            bare = _BARE_KEY.sub(r'"\1"\2', part)
             bare = re.sub(r"\bNone\b", "null", bare)
             parts[index] = _quoted(part) if index % 2 else bare
         return "".join(parts)

@@ -357,9 +357,9 @@ def test_an_argument_that_comes_in_pieces_is_read_once(monkeypatch: pytest.Monke
 
 def test_a_call_cut_off_that_is_sent_back_is_refused_by_a_sentence_where_the_template_needs_an_object() -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "get", "arguments": '{"city": "Ro'}}
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(RequestError, match="arguments of a tool call are no JSON object; leave out calls"):
-        ChatTemplate(TEMPLATES["Qwen3-Coder"], bos="", eos="").render(messages)
+        ChatTemplate(TEMPLATES["Qwen3-Coder"], bos="", eos="").render([{"role": "user", "content": "Hi"}, message])
 
 
 @pytest.fixture(scope="module")

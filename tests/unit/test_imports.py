@@ -27,7 +27,7 @@ ALLOWED = {
     ),
     "api": "errors sequence shares config observability engine grammar speculation core",
     "torchserve": "errors config observability speculation core api",
-    "cli": "errors sequence config machine core.pool engine speculation weights",
+    "cli": "errors sequence config machine core.loading engine speculation.costs weights",
 }
 # Algorithms that import NumPy and the standard library only.
 PURE = (

@@ -1,15 +1,17 @@
 """`scripts/doctor`: checks the machine, the installation and the pair of models, and says what to change."""
 
 import json
+import logging
 import platform
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import chain
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +19,17 @@ from rich.console import Console
 
 import specserve
 from specserve.cli import torchserve_process
-from specserve.config import HandlerConfig, load_yaml
-from specserve.core.pool import WITHOUT_DRAFT, check_weights, fitted, loaded_bytes
+from specserve.cli.archive import prepared_handler
+from specserve.config import HandlerConfig
+from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
-from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel, able_to_draft, build_description, check_same_vocabulary
-from specserve.engine.recurrent import RecurrentEngine
+from specserve.engine.llama_model import build_description
 from specserve.errors import ModelLoadError
-from specserve.machine import free_memory, usable_cores
+from specserve.machine import usable_cores
 from specserve.speculation.costs import PassCosts
-from specserve.speculation.measure import measure
-from specserve.weights import files
-from specserve.weights.models import prepare
 
-# Tokens of a context, and rows of a pass.
-_CONTEXT_LENGTH, _MAX_ROWS = 512, 64
+# Warnings of a start that are told.
+_MAX_WARNINGS = 100
 # Tokens in the KV cache of the passes whose costs are shown.
 KV_LEN = 64
 # Share of a target's step above which a draft's step hardly pays.
@@ -55,67 +53,36 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)  # the numbers from which the sentence was written
 
 
-def examine(handler: HandlerConfig, prepared: dict[str, Path]) -> Iterator[Finding]:
+def examine(handler: HandlerConfig) -> Iterator[Finding]:
     """Yield all findings, those of the fast checks first."""
     threads = usable_cores(handler.cores, handler.threads).threads
     yield check_cores(handler.threads or threads)
     yield check_software()
     yield check_kernels(handler.kernels, threads)
-    with ExitStack() as stack:
-        try:
-            model, draft_model, fit, left_out = open_models(stack, handler, prepared)
-        except ModelLoadError as error:
-            yield Finding("memory", str(error), well=False)
-            return
-        taken = loaded_bytes(fit, model, draft_model) + kernels.growth()
-        sentence = f"A worker takes {taken / 2**20:,.0f} MiB at most, with a KV cache of {fit.cache_tokens} tokens."
-        yield Finding("memory", sentence, facts={"bytes": taken, "cache_tokens": fit.cache_tokens})
-
-        def engine(model: LlamaModel) -> LlamaEngine:
-            engine = (RecurrentEngine if model.recurrent else LlamaEngine)(
-                model,
-                n_slots=1,
-                context_length=_CONTEXT_LENGTH,
-                threads=threads,
-                max_rows=_MAX_ROWS,
-                max_logits=_MAX_ROWS,
-            )
-            return stack.enter_context(closing(engine))
-
-        target = engine(model)
-        yield Finding("repeating", f"{target.left_to_llama_cpp.sentence}.")
-        target_cost, draft_cost = PassCosts(measure(target)), None
-        if left_out:
-            yield Finding("pair", f"{left_out} {WITHOUT_DRAFT}", well=False)
-        if draft_model:
-            try:
-                check_same_vocabulary(model, draft_model)
-                yield Finding("pair", f"Target and draft have one vocabulary, of {model.size} tokens.")
-            except ModelLoadError as error:
-                yield Finding("pair", f"{error} {WITHOUT_DRAFT}", well=False)
-            draft_cost = PassCosts(measure(engine(draft_model)))
-        yield check_costs(target_cost, draft_cost)
+    yield from check_start(handler)
 
 
-def open_models(
-    stack: ExitStack, handler: HandlerConfig, prepared: dict[str, Path]
-) -> tuple[LlamaModel, LlamaModel | None, HandlerConfig, ModelLoadError | None]:
-    """Open target and draft, which `stack` closes, as a worker does: the target alone where it would, and why."""
-
-    def opened(draft: Path | None) -> tuple[LlamaModel, LlamaModel | None, HandlerConfig]:
-        check_weights([prepared["target"], *([draft] if draft else [])], free_memory())
-        model = stack.enter_context(closing(LlamaModel(prepared["target"])))
-        draft_model = stack.enter_context(closing(able_to_draft(LlamaModel(draft)))) if draft else None
-        return model, draft_model, fitted(handler, model, draft_model, free_memory())
-
-    draft = prepared.get("draft")
+def check_start(handler: HandlerConfig) -> Iterator[Finding]:
+    """Load the models as a worker does, and tell what it warns of; its errors are what should be mended."""
+    logger, warned = logging.getLogger("specserve"), BufferingHandler(_MAX_WARNINGS)
+    warned.setLevel(logging.WARNING)
+    logger.addHandler(warned)
     try:
-        return *opened(draft), None
+        models = load_models(handler)
     except ModelLoadError as error:
-        stack.close()
-        if draft is None:
-            raise
-        return *opened(None), error
+        yield Finding("start", str(error), well=False)
+        return
+    finally:
+        logger.removeHandler(warned)
+    sentences = {record.getMessage().removeprefix("specserve: "): record.levelno for record in warned.buffer}
+    sentences.pop(models.left.sentence, None)  # is told below
+    for sentence, level in sentences.items():
+        yield Finding("start", sentence, level < logging.ERROR)
+    taken, cache_tokens = models.memory_bytes, models.config.cache_tokens
+    sentence = f"A worker takes {taken / 2**20:,.0f} MiB at most, with a KV cache of {cache_tokens} tokens."
+    yield Finding("memory", sentence, facts={"bytes": taken, "cache_tokens": cache_tokens})
+    yield Finding("repeating", f"{models.left.sentence}.")
+    yield check_costs(models.drafters.controller.target_cost, models.drafters.controller.draft_cost)
 
 
 def check_cores(threads: int) -> Finding:
@@ -185,19 +152,18 @@ def check_costs(target: PassCosts, draft: PassCosts | None) -> Finding:
 
 
 def run(options: Namespace) -> int:
-    _, handler = load_yaml(options.config)
     findings = []
     # With --json, stdout is for the JSON object only.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        prepared = prepare(options.config)
+        handler = prepared_handler(options.config)
     with Console(stderr=True).status("looking; this takes a minute or two"):
         of_torchserve = [check_torchserve(options.torchserve)] if options.torchserve else []
-        for finding in chain(of_torchserve, examine(handler, prepared)):
+        for finding in chain(of_torchserve, examine(handler)):
             findings.append(finding)
             if not options.json:
                 print(f"{'ok  ' if finding.well else 'TODO'}  {finding.topic}: {finding.sentence}", flush=True)
     if options.json:
-        models = {str(path): files.sha256(path) for path in prepared.values()}
+        models = {str(model.path): model.sha256 for model in (handler.target, handler.draft) if model}
         shown = [asdict(finding) for finding in findings]
         print(json.dumps({"config": str(options.config), "models": models, "findings": shown}, indent=1), flush=True)
     return 0 if all(finding.well for finding in findings) else 1

@@ -309,8 +309,8 @@ def test_fields_and_tools_that_are_ignored_are_named(front_end: FrontEnd) -> Non
     back = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "Hi."}
     inside = {"text": {"fromat": {}, "verbosity": "low"}, "reasoning": {"effort": "low", "sumary": "auto"}}
     request_id = front_end.answered({**GREEDY, "input": [back], "tools": tools, "moderation": True, **inside}, ROUTE)
-    ignored = "moderation, tools[1].external_web_access, text.fromat, text.verbosity, reasoning.sumary"
-    assert front_end.headers[request_id] == {"x-specserve-ignored": f"{ignored}, tools[1].web_search"}
+    ignored = "moderation, tools[1].web_search, text.fromat, text.verbosity, reasoning.sumary"
+    assert front_end.headers[request_id] == {"x-specserve-ignored": ignored}
 
 
 IMAGE = {"role": "user", "content": [TEXT, {"type": "input_image", "image_url": "x"}]}

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
 from specserve.api.body import Body, Items, Json, Part, Text
-from specserve.api.client_tools import ANTHROPIC, is_hosted, undescribed
+from specserve.api.client_tools import ANTHROPIC, ProvidersTool, undescribed
 from specserve.api.parse import parse_body
 from specserve.api.prompt import PromptTooLong
 from specserve.api.request_schema import ChatRequest, GenerationRequest
@@ -85,10 +85,9 @@ class MessagesMessage(AnthropicBody):
         return [*results, message] if has_content else results
 
 
-class MessagesTool(AnthropicBody):
+class MessagesTool(AnthropicBody, ProvidersTool):
     """A tool; those with types of their own are described by Anthropic, and run by the client or Anthropic."""
 
-    type: str | None = None
     name: Text = ""
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
@@ -131,11 +130,6 @@ class CountRequest(GenerationRequest):
     thread: Any = None
     n: int | None = Field(default=None, ge=1, le=1)
 
-    def _not_offered(self) -> Iterator[str]:
-        for index, tool in enumerate(self.tools or []):
-            if is_hosted(tool.type):
-                yield f"tools[{index}].{tool.type}"
-
     def chat(self) -> ChatRequest:
         if self.thread is not None:
             sentence = "This server keeps no threads: send the whole conversation without 'thread'."
@@ -157,7 +151,7 @@ class CountRequest(GenerationRequest):
             # A text of the assistant at the end is the beginning of the answer.
             "continue_final_message": last.get("role") == "assistant" and "tool_calls" not in last,
             "stop": self.stop_sequences or self.stop,
-            "tools": [tool.function() for tool in self.tools or [] if not is_hosted(tool.type)] or None,
+            "tools": [tool.function() for tool in self.tools or [] if not tool.is_hosted] or None,
             "tool_choice": _CHOICES.get(choice.type, named),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "response_format": written or self.response_format,

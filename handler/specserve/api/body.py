@@ -1,7 +1,7 @@
 """What the models of request bodies share: strict validation, and the names of fields that are ignored."""
 
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
@@ -24,22 +24,17 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The paths of the first that are ignored: fields (`messages[0].weight`), and tools."""
-        paths = chain(_unknown(self), self._not_offered())
-        return [path[:_MAX_NAME] for path in islice(paths, _MAX_NAMES)]
+        """The paths of the first that are ignored: fields (`messages[0].weight`), and tools (`tools[0].web_search`)."""
+        return [path[:_MAX_NAME] for path in islice(self.ignored_paths(), _MAX_NAMES)]
 
-    def _not_offered(self) -> Iterator[str]:
-        return iter(())
-
-
-def _unknown(body: Body, path: str = "") -> Iterator[str]:
-    yield from (path + name for name in body.model_extra or () if name not in body.also_known)
-    for name, value in body:
-        parts = value if isinstance(value, list) and value and isinstance(value[0], Body) else []
-        for index, part in enumerate(parts):
-            yield from _unknown(part, f"{path}{name}[{index}].")
-        if isinstance(value, Body):
-            yield from _unknown(value, f"{path}{name}.")
+    def ignored_paths(self, path: str = "") -> Iterator[str]:
+        yield from (path + name for name in self.model_extra or () if name not in self.also_known)
+        for name, value in self:
+            parts = value if isinstance(value, list) and value and isinstance(value[0], Body) else []
+            for index, part in enumerate(parts):
+                yield from part.ignored_paths(f"{path}{name}[{index}].")
+            if isinstance(value, Body):
+                yield from value.ignored_paths(f"{path}{name}.")
 
 
 class Part(Body):

@@ -1,6 +1,8 @@
 """Tools that OpenAI and Anthropic know by their types: as functions with the published schemas, if clients run them."""
 
-from specserve.api.body import Json
+from collections.abc import Iterator
+
+from specserve.api.body import Body, Json
 from specserve.errors import RequestError
 
 _NUMBER: Json = {"type": "integer"}
@@ -66,9 +68,17 @@ ANTHROPIC: dict[str, tuple[str, Json]] = {
 _HOSTED = ("web_", "file_search", "code_", "image_generation", "mcp", "tool_search", "programmatic_", "advisor_")
 
 
-def is_hosted(kind: str | None) -> bool:
-    """Whether a tool of this type runs in OpenAI's or Anthropic's servers."""
-    return (kind or "").startswith(_HOSTED)
+class ProvidersTool(Body):
+    """A tool of a protocol whose provider runs some: these are ignored."""
+
+    type: str | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        return (self.type or "").startswith(_HOSTED)
+
+    def ignored_paths(self, path: str = "") -> Iterator[str]:
+        return iter([f"{path}{self.type}"]) if self.is_hosted else super().ignored_paths(path)
 
 
 def undescribed(kind: str) -> RequestError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from specserve.api.body import Body, Items, Json, Part, Text
-from specserve.api.client_tools import OPENAI, is_hosted, undescribed
+from specserve.api.client_tools import OPENAI, ProvidersTool, undescribed
 from specserve.errors import RequestError
 
 # The arguments of a custom tool, which takes free text, as a function.
@@ -105,7 +105,7 @@ class Offered(NamedTuple):
     function: Json
 
 
-class ResponsesTool(Body):
+class ResponsesTool(ProvidersTool):
     """A tool, or a namespace with tools."""
 
     type: str
@@ -119,7 +119,7 @@ class ResponsesTool(Body):
 
     @property
     def is_hosted(self) -> bool:
-        return is_hosted(self.type) or (self.environment or {}).get("type", "local") != "local"
+        return super().is_hosted or (self.environment or {}).get("type", "local") != "local"
 
     def offered(self, namespace: str | None = None) -> Iterator[Offered]:
         """Yield what the model is offered; raise a 400 for a tool of the client whose schema is not known."""

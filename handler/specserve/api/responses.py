@@ -77,11 +77,6 @@ class ResponsesRequest(GenerationRequest):
     conversation: None = None
     prompt: None = None
 
-    def _not_offered(self) -> Iterator[str]:
-        for index, tool in enumerate(self.tools or []):
-            if tool.is_hosted:
-                yield f"tools[{index}].{tool.type}"
-
     def offered(self) -> list[Offered]:
         return [offered for tool in self.tools or [] for offered in tool.offered()]
 

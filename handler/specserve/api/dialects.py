@@ -6,12 +6,12 @@ from typing import Any
 
 from specserve.errors import RequestError
 
-# OpenAI's fields about accounts and caches, which never change an answer.
-_WITHOUT_EFFECT = "user store service_tier safety_identifier prompt_cache_key prompt_cache_retention"
+# OpenAI's fields about accounts, caches and what is kept, which never change an answer.
+_WITHOUT_EFFECT = "user store service_tier safety_identifier prompt_cache_key prompt_cache_retention truncation"
 # Fields that would change the answer and are not implemented: "off" is accepted, or the value in the table.
 # `echo` and `add_special_tokens` are those of chats.
 _OFF = """
-functions audio web_search_options
+functions audio web_search_options background conversation
 echo add_special_tokens use_beam_search prompt_embeds logprob_token_ids return_token_ids return_tokens_as_token_ids
 kv_transfer_params vllm_xargs logits_processors documents chat_template mm_processor_kwargs bad_words guided_json_object
 n_indent n_probs post_sampling_probs min_keep xtc_probability dynatemp_range dry_multiplier mirostat lora

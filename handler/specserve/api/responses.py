@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from specserve.api.blocks import Block, BlocksResponse, Event, Stage, TextForm
 from specserve.api.body import Body, Items, Json, Text
@@ -48,10 +48,6 @@ _ECHOED: Json = {
 }
 
 
-# 0 equals False, which is all that pydantic compares.
-_NO_NUMBER = BeforeValidator(lambda value: value if isinstance(value, bool | None) else str(value))
-
-
 class ResponsesReasoning(Body):
     effort: str | None = None
     summary: str | None = None
@@ -71,10 +67,7 @@ class ResponsesRequest(GenerationRequest):
     include: Items[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     n: int | None = Field(default=None, ge=1, le=1)
-    background: Annotated[Literal[False], _NO_NUMBER] | None = None
-    conversation: None = None
     prompt: None = None
 
     def offered(self) -> list[Offered]:

@@ -7,7 +7,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 
 from front_end import CHATS, COMPLETIONS, FrontEnd, body_of, check
-from specserve.api.openapi import openapi
 
 PREDICTION = {"type": "content", "content": "hey"}
 SOURCES = {"n": 2, "speculation": {"sources": True}}
@@ -33,7 +32,7 @@ def test_responses_and_events_are_openais_objects() -> None:
 
 def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404() -> None:
     front_end = FrontEnd()
-    document = openapi()
+    document = front_end.ask(None, "v1/openapi.json")
     listed = [path.removeprefix("/") for path in document["paths"]]
     assert len(listed) == 10
     assert sum("requestBody" in operations.get("post", {}) for operations in document["paths"].values()) == 6

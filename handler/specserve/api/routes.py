@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from threading import Lock
 from urllib.parse import quote
 
@@ -94,7 +94,7 @@ class Routes:
         self._describing: dict[str, Callable[[], Json]] = {
             "v1/models": lambda: {"object": "list", "data": [self._model(name) for name in self._model_ids]},
             "v1/speculation": self._speculation,
-            "v1/openapi.json": openapi,
+            "v1/openapi.json": cache(self._document),
         }
 
     @staticmethod
@@ -126,6 +126,10 @@ class Routes:
         *most, last = filter(None, [*_GENERATING, *self._describing])
         message = f"There is no route '{route}': this server generates text only, and has {', '.join(most)} and {last}."
         raise RequestError(message, status=404, code="unknown_url")
+
+    def _document(self) -> Json:
+        posted = {route: kind for route, (kind, _) in _GENERATING.items() if route}
+        return openapi(posted | dict.fromkeys([*self._describing, "v1/models/{id}"]))
 
     def _speculation(self) -> Json:
         """Return what this server runs, its measured costs and its learned acceptance; nothing is measured now."""

@@ -28,23 +28,11 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
-# What a template, or a filter in it, may raise when it is rendered, and Python's compiler for one that parses.
-_FAILURES = (
-    TemplateError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-    SyntaxError,
-)
-# llama.cpp knows fifty templates by name; only this name is found in files.
-_BY_NAME = {
-    "chatml": "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+# llama.cpp knows fifty templates by name; only `chatml` is found in files.
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-}
+)
 # Mistral's templates demand call ids of this length.
 _SHORT = 9
 # The most loop steps and macro calls of a rendering, which take about a second: nested loops could run for years.
@@ -95,13 +83,13 @@ class ChatTemplate:
         # The name of the format in which the model writes calls, and how many of two in a message the template shows.
         self.format, self._shown = "", len(_PROBES)
         try:
-            parsed = environment.parse(_BY_NAME.get(source, source))
+            parsed = environment.parse(_CHATML if source == "chatml" else source)
             self._knows_tools = "tools" in meta.find_undeclared_variables(parsed)
             repeated: list[nodes.For | nodes.Macro] = [*parsed.find_all(nodes.For), *parsed.find_all(nodes.Macro)]
             for node in repeated:
                 node.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None)))
             self._template = environment.from_string(parsed)
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - whatever a template raises is its fault
             self.problem = f"it does not compile: {_reason(error)}"
             self.thinking = thinking_tags(source)
             return
@@ -138,11 +126,10 @@ class ChatTemplate:
 
     def _choose_format(self, formats: list[str], history: str | None) -> None:
         """Choose the format in which the template writes calls of earlier turns, else the first one."""
-        reads = {name: _reads(name, history) for name in formats[:-1] if history is not None}
-        self.format = next((name for name, found in reads.items() if found), formats[0])
-        if reads and all(found is False for found in reads.values()):
-            # The template shows calls in a form that the table does not have.
-            self.format = "any"
+        self.format = formats[0]
+        if history and _PROBES["probe_one"]["city"] in history:
+            # Where none reads it, the template writes a form that the table does not have.
+            self.format = next((name for name in formats if _reads(name, history)), "any")
         self._shown = len(_PROBES) if history is None else sum(name in history for name in _PROBES)
         # A template's own tool format is used only if the table of formats has it.
         self._knows_tools &= self.format != "any"
@@ -188,8 +175,8 @@ class ChatTemplate:
         """
         try:
             return self._rendered(messages, tools, variables or {})
-        except _FAILURES as error:
-            with suppress(*_FAILURES):
+        except Exception as error:
+            with suppress(Exception):
                 return self._rendered(messages, tools, variables or {}, is_refused=True)
             calls = [call for message in messages for call in message.get("tool_calls") or ()]
             if all(isinstance(call["function"]["arguments"], Mapping) for call in calls):
@@ -255,17 +242,15 @@ class ChatTemplate:
         """Say why a question cannot be rendered; it is fine if the template demands a system message."""
         try:
             text = self._rendered([{"role": "user", "content": _MARKER}], (), {})
-        except _FAILURES as error:
+        except Exception as error:  # noqa: BLE001 - as above
             # Errors of Jinja's own have a subclass: this one is the template's `raise_exception`.
             return None if type(error) is TemplateError else f"it fails: {_reason(error)}"
         return None if _MARKER in text else "it leaves out the text of a message"
 
 
-def _reads(name: str, text: str) -> bool | None:
-    """Whether a format reads the first probe's call from a text; None if the text does not hold its arguments."""
+def _reads(name: str, text: str) -> bool:
+    """Whether a format reads the first probe's call from a text."""
     (probe, arguments), *_ = _PROBES.items()
-    if arguments["city"] not in text:
-        return None
     for form in (forms := FORMATS[name][1].forms[:2]):
         # Some forms only begin an answer.
         answer = text[max(0, text.find(form.opening[0])) :]

@@ -114,9 +114,7 @@ class Thinking(AnthropicBody):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountRequest(GenerationRequest):
-    also_known = GenerationRequest.also_known | AnthropicBody.also_known
-
+class CountRequest(GenerationRequest, AnthropicBody):
     messages: Annotated[Items[MessagesMessage], Field(min_length=1)]
     system: Content | None = None
     tools: Items[MessagesTool] | None = None

@@ -38,11 +38,11 @@ _ONLY: dict[str, object] = {
 _INSTEAD = {"functions": "tools", **dict.fromkeys([*_GUIDED.split(), "guided_json_object"], "structured_outputs")}
 _PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
 _NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-KNOWN = frozenset([*_WITHOUT_EFFECT.split(), *_ONLY, *_NAMES])
+KNOWN = {*_WITHOUT_EFFECT.split(), *_ONLY, *_NAMES}
 
 
 def translated(body: dict[str, Any], fields: Container[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a body without nulls and with our names for its fields, and the client's names for these by ours.
+    """Return a body with our names for its fields and without others that are known, and the client's names by ours.
 
     `fields` are those of the route.
 
@@ -61,4 +61,5 @@ def translated(body: dict[str, Any], fields: Container[str]) -> tuple[dict[str, 
             sentence = f"'{name}' is not supported by this server{instead}."
             raise RequestError(sentence, param=name, code="unsupported_value")
     sent = {ours: other for other, ours in _NAMES.items() if other in body and ours not in body}
-    return body | {ours: body[other] for ours, other in sent.items()}, sent
+    rest = {name: value for name, value in body.items() if name in fields or name not in KNOWN}
+    return rest | {ours: body[other] for ours, other in sent.items()}, sent

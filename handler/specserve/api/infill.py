@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from specserve.api.body import Body, Items, Text
-from specserve.api.dialects import KNOWN
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import CompletionRequest, GenerationRequest
 from specserve.api.response import GenerationResponse
@@ -36,7 +35,7 @@ class File(Body):
 class InfillRequest(GenerationRequest):
     """The body of infill: the text before and after the gap, `prompt` being the beginning of its line."""
 
-    also_known: ClassVar[frozenset[str]] = KNOWN | {"samplers", "t_max_prompt_ms"}
+    also_known: ClassVar[frozenset[str]] = frozenset({"samplers", "t_max_prompt_ms"})
 
     input_prefix: Text = ""
     input_suffix: Text = ""

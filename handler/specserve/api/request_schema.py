@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.api.body import Body, Items, Part, Text, at_most, refuse
-from specserve.api.dialects import KNOWN
 from specserve.api.sampling_fields import SamplingFields, StopString
 from specserve.api.speculation import SpeculationOptions
 from specserve.api.structured_output import StructuredOutput
@@ -47,7 +46,6 @@ class Prediction(Body):
 class GenerationRequest(SamplingFields, StructuredOutput):
     """The fields of completions and chats, and of the requests that are translated to them."""
 
-    also_known: ClassVar[frozenset[str]] = KNOWN
     prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None

@@ -13,8 +13,7 @@ from specserve.api.body import Body, Items, Json, Part, Text
 from specserve.api.client_tools import ANTHROPIC, ProvidersTool, undescribed
 from specserve.api.parse import parse_body
 from specserve.api.prompt import PromptTooLong
-from specserve.api.request_schema import ChatRequest, GenerationRequest
-from specserve.api.sampling_fields import StopString
+from specserve.api.request_schema import ChatRequest, GenerationRequest, StopString
 from specserve.errors import RequestError
 
 # Claude Code begins its system text so, with values that change and would keep all that follows out of the cache.

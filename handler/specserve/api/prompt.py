@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from specserve.api.request_schema import ChatRequest, CompletionRequest
-from specserve.api.sampling_fields import check_tokens
+from specserve.api.request_schema import ChatRequest, CompletionRequest, check_tokens
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError

@@ -1,21 +1,33 @@
 """The requests of completions and chats as pydantic models, and what their fields mean together."""
 
+import math
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.api.body import Body, Items, Part, Text, at_most, refuse
-from specserve.api.sampling_fields import SamplingFields, StopString
 from specserve.api.speculation import SpeculationOptions
 from specserve.api.structured_output import StructuredOutput
 from specserve.api.tools import ToolCall, ToolFields
+from specserve.engine.base import Vocabulary
+from specserve.errors import RequestError
+from specserve.sequence import SamplingParams
 
-# Entries of `stop`, and answers to one request (SECURITY.md).
-MAX_STOPS = 16
+# Entries of `stop`, tokens in lists of these, and answers to one request (SECURITY.md).
+MAX_STOPS, _MAX_TOKENS = 16, 1024
 MAX_CHOICES = 128
 # OpenAI's default of `max_tokens` on v1/completions.
 _COMPLETION_TOKENS = 16
+_INT64 = 2**63
+# vLLM and llama.cpp take this seed for "choose one".
+_ANY_SEED = -1
+
+TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Biases = Annotated[dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], at_most(_MAX_TOKENS)]
+StopString = Annotated[Text, Field(max_length=1000)]
+Tokens = Annotated[Items[int], Field(max_length=_MAX_TOKENS)]
 
 
 class StreamOptions(Body):
@@ -36,6 +48,13 @@ def text_of(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def check_tokens(param: str, tokens: Iterable[int], vocabulary: Vocabulary) -> None:
+    """Refuse ids that are no tokens by a 400 that names their field."""
+    if any(not 0 <= token < vocabulary.size for token in tokens):
+        sentence = f"Token ids of '{param}' must lie between 0 and {vocabulary.size - 1}."
+        raise RequestError.invalid(param, sentence)
+
+
 class Prediction(Body):
     """The client's predicted output (OpenAI's Predicted Outputs), used as a draft."""
 
@@ -43,12 +62,25 @@ class Prediction(Body):
     content: Content
 
 
-class GenerationRequest(SamplingFields, StructuredOutput):
+class GenerationRequest(StructuredOutput):
     """The fields of completions and chats, and of the requests that are translated to them."""
 
     prompt_field: ClassVar[str] = "prompt"
 
     model: str | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, le=_INT64 - 1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-_INT64, le=_INT64 - 1)
+    logit_bias: Biases | None = None
+    allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = None
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: Tokens | None = None
+    ignore_eos: bool = False
     max_tokens: int | None = Field(default=None, ge=-1)  # -1 is no limit
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] = ""
     include_stop_str_in_output: bool = False
@@ -79,6 +111,32 @@ class GenerationRequest(SamplingFields, StructuredOutput):
             (not is_given, "speculation.drafter", f"'{options.drafter}' needs {needed}"),
         )
         return self
+
+    def sampling_params(self, vocabulary: Vocabulary) -> SamplingParams:
+        """Return how tokens are sampled; end tokens that are ignored never are.
+
+        Raises:
+            RequestError: 400; a field names something that is no token.
+        """
+        ends, stop_tokens = vocabulary.end_tokens(), self.stop_token_ids or []
+        biases = [(int(token), bias) for token, bias in (self.logit_bias or {}).items()]
+        check_tokens("stop_token_ids", stop_tokens, vocabulary)
+        check_tokens("allowed_token_ids", self.allowed_token_ids or [], vocabulary)
+        check_tokens("logit_bias", (token for token, _ in biases), vocabulary)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=None if self.seed == _ANY_SEED else self.seed,
+            logit_bias=(*biases, *((token, -math.inf) for token in ends if self.ignore_eos)),
+            allowed_tokens=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            min_tokens=self.min_tokens,
+            end_tokens=(*ends, *stop_tokens) if self.min_tokens else (),
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+        )
 
     @property
     def shared_fields(self) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from specserve.cli.chat import Chat, summary
 from specserve.cli.torchserve_process import State
 
 USAGE = {"completion_tokens": 30}
-SECONDS = {"prefill": 9.0, "draft": 0.25, "target": 0.75, "other": 0.5, "plain_estimate": 3.0}
-SPECULATION = {"mode": "auto", "mean_acceptance_length": 2.5, "seconds": SECONDS, "estimated_speedup": 2.0}
+SPECULATION = {"mode": "auto", "mean_acceptance_length": 2.5, "estimated_speedup": 2.0}
 PIECES = [["def", "target"], [" f", "model"], ["()\x1b[2J\x07\x9b", "lookup"], ["\n\tß 世", "target"]]
 LAST_CHUNK = {"choices": [], "usage": USAGE, "speculation": SPECULATION}
 SHOWN = "def f()\ufffd[2J\ufffd\ufffd\n\tß 世"
@@ -91,9 +90,9 @@ def test_chat_continues_after_an_error_or_an_interrupt(monkeypatch: pytest.Monke
     assert shown.count("begun\nstopped" if isinstance(error, KeyboardInterrupt) else "begun\nThe context is full.") == 2
 
 
-def test_summary_states_the_estimated_time_without_drafts() -> None:
+def test_summary_states_the_estimated_speed_up() -> None:
     speed, tokens_a_round = "30 tokens in 10.00 s: 3.0 tokens/s", "2.50 tokens a round"
-    decoding = "decoding took 1.50 s, without drafts 3.00 s by estimate (speed-up 2.00)"
-    assert summary(USAGE, SPECULATION, 10.0) == f"{speed}, {tokens_a_round}; {decoding}"
+    times = "2.00 times as fast as without drafts by estimate"
+    assert summary(USAGE, SPECULATION, 10.0) == f"{speed}, {tokens_a_round}, {times}"
     assert summary(USAGE, SPECULATION | {"mode": "off"}, 10.0) == f"{speed}, without drafts"
     assert summary(USAGE, SPECULATION | {"estimated_speedup": None}, 10.0).endswith("2.50 tokens a round")

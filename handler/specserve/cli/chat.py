@@ -34,18 +34,13 @@ _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> str:
-    """Return tokens a second, tokens a round, and what plain decoding would have taken, as a sentence."""
-    tokens = usage["completion_tokens"]
+    """Return tokens a second, tokens a round, and the estimated speed-up of decoding, as a sentence."""
+    tokens, speedup = usage["completion_tokens"], account["estimated_speedup"]
     figures = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
     if account["mode"] == "off":
         return f"{figures}, without drafts"
     figures += f", {account['mean_acceptance_length']:.2f} tokens a round"
-    if account["estimated_speedup"] is None:
-        return figures
-    took = account["seconds"]
-    decoding = took["draft"] + took["target"] + took["other"]
-    figures += f"; decoding took {decoding:.2f} s, without drafts {took['plain_estimate']:.2f} s by estimate"
-    return f"{figures} (speed-up {account['estimated_speedup']:.2f})"
+    return figures + (f", {speedup:.2f} times as fast as without drafts by estimate" if speedup else "")
 
 
 class Chat:

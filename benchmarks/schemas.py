@@ -99,7 +99,7 @@ def sample_answers(
         }
         request = parse_body(body, CompletionRequest)
         prompts = Tokenizer(models.vocabulary, config).completion(request)
-        _, [[sequence]] = resolve(request, prompts, models.vocabulary, models.grammars, config)
+        _, [sequence] = resolve(request, prompts, models.vocabulary, models.grammars, config)
         scheduler.submit(sequence)
         sequences.append(sequence)
     while scheduler.busy:

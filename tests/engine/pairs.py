@@ -101,7 +101,7 @@ class Pair:
         """The sequence of one completion request."""
         request = parse_body({"prompt": prompt, **fields}, CompletionRequest)
         prompts = Tokenizer(self.vocabulary, self.config).completion(request)
-        _, [[sequence]] = resolve(request, prompts, self.vocabulary, self.models.grammars, self.config)
+        _, [sequence] = resolve(request, prompts, self.vocabulary, self.models.grammars, self.config)
         return sequence
 
     def complete(self, prompt: str | list[int], **fields: Any) -> Completion:

@@ -11,7 +11,7 @@ from specserve.api.parse import parse_body
 from specserve.api.prompt import Prompt, Tokenizer
 from specserve.api.request_schema import ChatRequest, CompletionRequest
 from specserve.errors import RequestError
-from test_requests import CONFIG, generations_of, refusal
+from test_requests import CONFIG, refusal, resolved
 
 COMPLETION, CHAT = body_of(COMPLETIONS), body_of(CHATS)
 KINDS: dict[Any, dict[str, Any]] = {CompletionRequest: COMPLETION, ChatRequest: CHAT}
@@ -32,7 +32,7 @@ CHATS_ONLY = {"echo": ([False], [True]), "add_special_tokens": ([False], [True])
 
 def description(kind: type[Any], body: dict[str, Any]) -> list[Any]:
     """What a request's sequence is made of."""
-    [[sequence]] = generations_of(parse_body(body, kind), [Prompt([1, 2], "")])
+    [sequence] = resolved(parse_body(body, kind), [Prompt([1, 2], "")])
     return [sequence.sampling, sequence.speculation, sequence.max_tokens, sequence.top_logprobs]
 
 

@@ -57,8 +57,7 @@ def sequences_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, obj
             prompts = tokenizer.completion(request)
         else:
             request = chat_of(request)
-        _, groups = resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS["any"][1])
-        return [sequence for group in groups for sequence in group]
+        return resolve(request, prompts, vocabulary, grammars, CONFIG, calls=FORMATS["any"][1])[1]
 
     return sequences
 

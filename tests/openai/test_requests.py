@@ -28,28 +28,28 @@ CONFIG = HandlerConfig(
 )
 
 
-def generations_of(
+def resolved(
     request: CompletionRequest | ChatRequest, prompts: list[Prompt], config: HandlerConfig = CONFIG
-) -> list[list[TextSequence]]:
+) -> list[TextSequence]:
     grammars: Any = AlternatingGrammars(VOCABULARY.size)
-    _, groups = resolve(request, prompts, VOCABULARY, grammars, config)
-    return groups
+    _, sequences = resolve(request, prompts, VOCABULARY, grammars, config)
+    return sequences
 
 
-def groups_of(body: object, config: HandlerConfig = CONFIG) -> list[list[TextSequence]]:
+def sequences_of(body: object, config: HandlerConfig = CONFIG) -> list[TextSequence]:
     request = parse_body(body, CompletionRequest)
-    return generations_of(request, Tokenizer(VOCABULARY, config).completion(request), config)
+    return resolved(request, Tokenizer(VOCABULARY, config).completion(request), config)
 
 
 def refusal(body: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        groups_of(body)
+        sequences_of(body)
     return caught.value
 
 
 def sequence_of(config: HandlerConfig = CONFIG, **fields: Any) -> Any:
     """The sequence of a valid body with one prompt and one choice."""
-    [[sequence]] = groups_of({"prompt": "hello", **fields}, config)
+    [sequence] = sequences_of({"prompt": "hello", **fields}, config)
     return sequence
 
 
@@ -256,7 +256,7 @@ def test_an_answer_has_at_most_the_tokens_of_the_request_the_operator_and_the_co
 
     def max_tokens_of(config: HandlerConfig, **fields: Any) -> int:
         request = parse_body({**CHAT, **fields}, ChatRequest)
-        [[sequence]] = generations_of(request, [Prompt([1] * 10, "")], config)
+        [sequence] = resolved(request, [Prompt([1] * 10, "")], config)
         return sequence.max_tokens
 
     assert (max_tokens_of(CONFIG), max_tokens_of(CONFIG, max_tokens=5)) == (54, 5)
@@ -279,10 +279,10 @@ def test_what_a_template_gets_of_a_message() -> None:
 
 
 def test_every_prompt_has_n_answers_of_which_the_first_scores_an_echoed_prompt() -> None:
-    groups = groups_of({"prompt": ["a", "bc"], "n": 3, "echo": True, "logprobs": 1})
-    assert [[g.tokens for g in group] for group in groups] == [[[97]] * 3, [[98, 99]] * 3]
-    assert [(g.index, g.choice) for group in groups for g in group] == [*enumerate([0, 1, 2, 0, 1, 2])]
-    assert [[g.scores_prompt for g in group] for group in groups] == [[True, False, False]] * 2
+    sequences = sequences_of({"prompt": ["a", "bc"], "n": 3, "echo": True, "logprobs": 1})
+    assert [sequence.tokens for sequence in sequences] == [[97]] * 3 + [[98, 99]] * 3
+    assert [(sequence.index, sequence.choice) for sequence in sequences] == [*enumerate([0, 1, 2, 0, 1, 2])]
+    assert [sequence.scores_prompt for sequence in sequences] == [True, False, False] * 2
 
 
 @pytest.fixture
@@ -317,8 +317,8 @@ def test_a_prediction_is_truncated_to_the_context_length(texts: list[str]) -> No
 
 def test_a_suffix_is_tokenized_once_for_all_prompts(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VOCABULARY, "infill", lambda prefix, suffix: [*prefix, *suffix])
-    groups = groups_of({"prompt": ["a", "b", "c"], "suffix": "end"})
-    assert [sequence.tokens[1:] for [sequence] in groups] == [[101, 110, 100]] * 3
+    sequences = sequences_of({"prompt": ["a", "b", "c"], "suffix": "end"})
+    assert [sequence.tokens[1:] for sequence in sequences] == [[101, 110, 100]] * 3
     assert texts == ["end", "a", "b", "c"]
 
 

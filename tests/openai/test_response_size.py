@@ -15,7 +15,7 @@ from specserve.api.prompt import Tokenizer
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
 from specserve.sequence import TokenScore
-from test_requests import CONFIG, VOCABULARY, generations_of, groups_of
+from test_requests import CONFIG, VOCABULARY, resolved, sequences_of
 
 # Tokens that differ in JSON: 128 spaces, a four-byte character, half of one, a letter, and characters to escape.
 PIECES = [b" " * 128, "🙂".encode(), b"\xf0\x9f", b"a", b'"\\\n' * 20, bytes(range(1, 30))]
@@ -58,11 +58,11 @@ def test_a_response_that_is_expected_to_be_too_large_is_refused_at_once() -> Non
         ({"prompt": "a", "n": 128, "max_tokens": 10_000}, vast, "max_tokens"),
     ):
         with pytest.raises(RequestError, match="may take more than 8 MB") as caught:
-            groups_of(fields, config)
+            sequences_of(fields, config)
         assert caught.value.param == param
-    assert len(groups_of({**scored, "prompt": ["a"] * 4}, wide)) == 4
-    assert len(groups_of({**echo, "prompt": " " * 100_000, "n": 8}, vast)[0]) == 8
-    assert len(groups_of({**echo, "prompt": " " * 30_000, "logprobs": 0, "n": 3}, vast)[0]) == 3
+    assert len(sequences_of({**scored, "prompt": ["a"] * 4}, wide)) == 4
+    assert len(sequences_of({**echo, "prompt": " " * 100_000, "n": 8}, vast)) == 8
+    assert len(sequences_of({**echo, "prompt": " " * 30_000, "logprobs": 0, "n": 3}, vast)) == 3
 
 
 def test_an_answer_without_a_limit_is_as_long_as_its_response_has_room() -> None:
@@ -71,7 +71,7 @@ def test_an_answer_without_a_limit_is_as_long_as_its_response_has_room() -> None
     def most(**fields: Any) -> int:
         request = parse_body({**says("a"), **fields}, ChatRequest)
         prompt = Tokenizer(VOCABULARY, config).chat(request, lambda *_: "a")
-        [[sequence, *_]] = generations_of(request, [prompt], config)
+        [sequence, *_] = resolved(request, [prompt], config)
         return sequence.max_tokens
 
     assert most() == most(logprobs=True) == 32767

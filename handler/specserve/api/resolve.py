@@ -54,8 +54,8 @@ def resolve(
     request_id: str = "",
     client: str = "",
     held_back: bool = False,
-) -> tuple[ResponseForm, list[list[TextSequence]]]:
-    """Resolve a valid request into the form of its response, and by prompt the answers to generate for that.
+) -> tuple[ResponseForm, list[TextSequence]]:
+    """Resolve a valid request into the form of its response, and the answers to generate for that, ordered by prompt.
 
     A request that is `held_back` was drawn for the control group, which it joins unless it sets `speculation`; `calls`
     is how the model writes tool calls, `thinking` how it marks its reasoning.
@@ -102,30 +102,28 @@ def resolve(
         tags=syntax.tags(vocabulary) | control_tokens(thinking.texts if thinking else (), vocabulary),
         max_seconds=request.t_max_predict_ms / 1000,
     )
-    groups = [
-        [
-            TextSequence(
-                prompt.tokens,
-                sampling,
-                speculation,
-                vocabulary,
-                text,
-                reuses_prefix=request.cache_prompt,
-                info=info,
-                index=number * request.answers + choice,
-                choice=choice,
-                max_tokens=min(most_tokens, config.context_length - len(prompt.tokens)),
-                top_logprobs=request.scores,
-                scores_prompt=request.echo and request.scores is not None and choice == 0,
-                constraint=None if constraint is None else constraint.fork(),
-                prediction=prediction,
-                keeps_sources=request.speculation.sources,
-            )
-            for choice in range(request.answers)
-        ]
+    sequences = [
+        TextSequence(
+            prompt.tokens,
+            sampling,
+            speculation,
+            vocabulary,
+            text,
+            reuses_prefix=request.cache_prompt,
+            info=info,
+            index=number * request.answers + choice,
+            choice=choice,
+            max_tokens=min(most_tokens, config.context_length - len(prompt.tokens)),
+            top_logprobs=request.scores,
+            scores_prompt=request.echo and request.scores is not None and choice == 0,
+            constraint=None if constraint is None else constraint.fork(),
+            prediction=prediction,
+            keeps_sources=request.speculation.sources,
+        )
         for number, prompt in enumerate(prompts)
+        for choice in range(request.answers)
     ]
-    return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), groups
+    return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), sequences
 
 
 def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> dict[int, str]:

@@ -220,7 +220,7 @@ class Routes:
             prompts = [self._tokenizer.chat(asked, template.prompt)]
         if incoming.route == "v1/messages/count_tokens":
             return Response({"input_tokens": len(prompts[0].tokens)})
-        form, groups = resolve(
+        form, sequences = resolve(
             asked,
             prompts,
             vocabulary,
@@ -232,7 +232,6 @@ class Routes:
             client=incoming.client,
             held_back=self._holdback.draw(),
         )
-        sequences = [sequence for group in groups for sequence in group]
         return kind(form, sequences, vocabulary=vocabulary, request_id=incoming.request_id, model=model)
 
     def _conversation(self, request: ResponsesRequest, client: str) -> tuple[list[Json], Keep | None]:

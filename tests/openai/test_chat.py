@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import tiny_models
+from front_end import CHATS, FrontEnd, says
 from pairs import Pair, TinyFiles
 from specserve.api import chat_template
 from specserve.api.chat_template import ChatTemplate
@@ -134,6 +135,13 @@ def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(monkeyp
         assert (caught.value.status, caught.value.code) == (400, "unsupported_value")
         assert problem in caught.value.message
         assert "use v1/completions" in caught.value.message
+
+
+def test_with_an_unusable_template_completions_are_served() -> None:
+    for source in ("{% for %}", "{{ messages | base64 }}", "{{ messages[0].content.nothing.at_all }}"):
+        front_end = FrontEnd(chat_template=source)
+        assert front_end.ask({"prompt": "a", "max_tokens": 2})["object"] == "text_completion"
+        assert front_end.refusal(says("a"), CHATS)[0] == 400
 
 
 def test_a_template_that_renders_or_refuses_a_question_is_usable() -> None:

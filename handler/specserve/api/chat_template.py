@@ -91,7 +91,7 @@ class ChatTemplate:
             self._template = environment.from_string(parsed)
         except Exception as error:  # noqa: BLE001 - whatever a template raises is its fault
             self.problem = f"it does not compile: {_reason(error)}"
-            self.thinking = thinking_tags(source)
+            self.format, self.thinking = "any", None
             return
         history = self._history()
         # Some templates put their tags together.

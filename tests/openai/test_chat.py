@@ -106,12 +106,12 @@ def test_templates_may_iterate_over_no_tools_fill_lists_and_want_thinking_by_ano
     turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert rendered("{% for tool in tools %}{{ tool }}{% endfor %}" + turns) == "Be brief.Hello <b>"
     assert rendered("{% set found = [] %}{% set _ = found.append(7) %}{{ found.pop() }}" + turns)[0] == "7"
-    template = ChatTemplate("{% for message in messages %}{{ message.thinking }}{% endfor %}", bos="", eos="")
+    thinking = "{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}"
     answer: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "hm"}
-    assert template.render([answer]) == "hm"
+    assert prompt_of(thinking, messages=[answer]) == "hm"
     # gpt-oss's refuses both beside calls.
-    both = {**answer, "content": "Hi", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}
-    assert template.render([both]) == ""
+    both = {**answer, "content": "Hi", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
+    assert "hm" not in prompt_of(thinking, messages=[both])
 
 
 def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(monkeypatch: pytest.MonkeyPatch) -> None:

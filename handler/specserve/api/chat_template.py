@@ -190,7 +190,6 @@ class ChatTemplate:
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any], *, is_refused: bool = False
     ) -> str:
         """Render messages; after a refusal with one call a message, or without a system message."""
-        messages = [*map(_with_thinking, messages)]
         if self._wants_short_ids:
             messages = [*map(_with_short_ids, messages)]
         if self.format == "any" or (not self._shown and not self._knows_tools):
@@ -259,13 +258,6 @@ def _reads(name: str, text: str) -> bool:
         if isinstance(parts[0], Call) and parts[0].name == probe and read == json.dumps(arguments):
             return True
     return False
-
-
-def _with_thinking(message: Message) -> Message:
-    """Name reasoning as gpt-oss's template does, which takes it or the text beside calls."""
-    thinking = message.get("reasoning_content")
-    both = message["content"] and message.get("tool_calls")
-    return {**message, "thinking": thinking} if thinking and not both else message
 
 
 def _one_call_each(messages: Messages) -> list[Message]:

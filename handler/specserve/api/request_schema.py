@@ -228,7 +228,9 @@ class Message(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         given = {"name": self.name, "tool_call_id": self.tool_call_id} if self.role == "tool" else {}
-        given |= {"reasoning_content": self.reasoning_content}
+        # gpt-oss's template calls it `thinking`, and takes that or the text beside calls.
+        thinking = None if self.content and self.tool_calls else self.reasoning_content
+        given |= {"reasoning_content": self.reasoning_content, "thinking": thinking}
         return message | {key: value for key, value in given.items() if value is not None}
 
 

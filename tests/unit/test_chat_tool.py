@@ -11,7 +11,8 @@ import pytest
 from requests import Session
 from rich.console import Console
 
-from specserve.cli.chat import Chat, summary
+from specserve.cli.chat import Chat
+from specserve.cli.server import summary
 from specserve.cli.torchserve_process import State
 
 USAGE = {"completion_tokens": 30}

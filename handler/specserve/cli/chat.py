@@ -14,7 +14,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from specserve.cli.server import base_url, session
+from specserve.cli.server import base_url, session, summary
 from specserve.cli.torchserve_process import State
 from specserve.errors import EnvironmentFailure, RequestError
 
@@ -31,16 +31,6 @@ _HELP = """\
 /quit     end, as Ctrl-D does; Ctrl-C stops an answer"""
 # A model may write control characters, which a terminal would obey.
 _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> str:
-    """Return tokens a second, tokens a round, and the estimated speed-up of decoding, as a sentence."""
-    tokens, speedup = usage["completion_tokens"], account["estimated_speedup"]
-    figures = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
-    if account["mode"] == "off":
-        return f"{figures}, without drafts"
-    figures += f", {account['mean_acceptance_length']:.2f} tokens a round"
-    return figures + (f", {speedup:.2f} times as fast as without drafts by estimate" if speedup else "")
 
 
 class Chat:

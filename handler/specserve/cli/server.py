@@ -210,12 +210,18 @@ def first_completion(state: State) -> str:
             f"the server is ready but did not answer a completion ({error}); {state.model_log} may say more."
         ) from error
     seconds, completion = time.monotonic() - begun, answer.json()
-    tokens, speculation = completion["usage"]["completion_tokens"], completion["speculation"]
-    return (
-        f"{_FIRST_PROMPT}{completion['choices'][0]['text'].rstrip()}\n\n"
-        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s, "
-        f"{speculation['drafted_tokens']} drafted, {speculation['accepted_tokens']} of them accepted"
-    )
+    figures = summary(completion["usage"], completion["speculation"], seconds)
+    return f"{_FIRST_PROMPT}{completion['choices'][0]['text'].rstrip()}\n\n{figures}"
+
+
+def summary(usage: dict[str, Any], account: dict[str, Any], seconds: float) -> str:
+    """Return tokens a second, tokens a round, and the estimated speed-up of decoding, as a sentence."""
+    tokens, speedup = usage["completion_tokens"], account["estimated_speedup"]
+    figures = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+    if account["mode"] == "off":
+        return f"{figures}, without drafts"
+    figures += f", {account['mean_acceptance_length']:.2f} tokens a round"
+    return figures + (f", {speedup:.2f} times as fast as without drafts by estimate" if speedup else "")
 
 
 def client_example(state: State, *, with_tokens: bool) -> str:

@@ -55,7 +55,7 @@ class Structure(NamedTuple):
     """What an answer follows, and the field that says so."""
 
     param: str
-    kind: Literal["json_schema", "regex", "gbnf", "choice"]  # but for `choice` the compiler's method for it
+    kind: Literal["json_schema", "regex", "gbnf"]  # the compiler's method for it
     value: Any
 
 
@@ -79,7 +79,7 @@ class StructuredOutput(Body):
             Structure("structured_outputs.json", "json_schema", outputs.any_json),
             Structure("structured_outputs.json_object", "json_schema", _ANY_OBJECT if outputs.json_object else None),
             Structure("structured_outputs.regex", "regex", outputs.regex),
-            Structure("structured_outputs.choice", "choice", outputs.choice),
+            Structure("structured_outputs.choice", "gbnf", outputs.choice and _one_of(outputs.choice)),
             Structure("structured_outputs.grammar", "gbnf", outputs.grammar),
             Structure("grammar", "gbnf", self.grammar),
         ]
@@ -101,8 +101,6 @@ class StructuredOutput(Body):
             RequestError: 400; it cannot be compiled.
         """
         structure = self.structure
-        if structure and structure.kind == "choice":
-            return grammars.gbnf(_one_of(structure.value))
         return structure and getattr(grammars, structure.kind)(structure.value)
 
 

@@ -164,6 +164,9 @@ class GenerationRequest(StructuredOutput):
 
 
 class CompletionRequest(GenerationRequest):
+    callable_tools: ClassVar[dict[str, dict[str, Any]]] = {}
+    forbids_reasoning: ClassVar[bool] = True
+
     prompt: (
         Text
         | Items[int]

@@ -1,7 +1,7 @@
 """Turns valid requests into sequences, within the defaults and limits of this server."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from specserve.api.answer import AnswerReader
 from specserve.api.logprobs import MAX_RESPONSE_BYTES
@@ -28,18 +28,13 @@ class ResponseForm:
 
     request: CompletionRequest | ChatRequest
     prompts: list[Prompt]
-    call_forms: tuple[CallForm, ...] = ()  # of tool calls; none without tools
-    thinking: ThinkingTags | None = None  # around the model's reasoning; None if it is returned as text
-    relaxed: tuple[str, ...] = ()  # keywords of tools' schemas that calls may break
-
-    @property
-    def thinks_at_once(self) -> bool:
-        """Whether the prompt ends with the tag that begins the reasoning."""
-        return self.thinking is not None and self.prompts[0].text.rstrip().endswith(self.thinking.begin)
+    call_forms: tuple[CallForm, ...]  # of tool calls; none without tools
+    thinking: ThinkingTags | None  # around the model's reasoning; None if it is returned as text
+    thinks_at_once: bool  # whether the prompt ends with the tag that begins the reasoning
+    relaxed: tuple[str, ...]  # keywords of tools' schemas that calls may break
 
     def reader(self) -> AnswerReader:
-        tools = self.request.callable_tools if isinstance(self.request, ChatRequest) else {}
-        return AnswerReader(self.call_forms, tools, self.thinking, begun=self.thinks_at_once)
+        return AnswerReader(self.call_forms, self.request.callable_tools, self.thinking, begun=self.thinks_at_once)
 
 
 def resolve(
@@ -63,13 +58,12 @@ def resolve(
     Raises:
         RequestError: 400; a prompt, a grammar or `speculation` does not fit, or the operator's caps are exceeded.
     """
-    may_call = isinstance(request, ChatRequest) and request.callable_tools
-    syntax = calls if calls and may_call else CallSyntax(())
-    if not isinstance(request, ChatRequest) or request.forbids_reasoning:
+    syntax = calls if calls and request.callable_tools else CallSyntax(())
+    if request.forbids_reasoning:
         thinking = None
+    thinks_at_once = thinking is not None and prompts[0].text.rstrip().endswith(thinking.begin)
     # A grammar that holds from the first token on has only the model's own form.
     forms = syntax.forms if request.structure is None else syntax.forms[:1]
-    form = ResponseForm(request, prompts, forms, thinking)
     most_tokens = _most_tokens(request, prompts, config)
     sampling = request.sampling_params(vocabulary)
     info = _info(request, config, request_id, client, held_back=held_back)
@@ -86,7 +80,7 @@ def resolve(
             strict=request.strict_tools,
             otherwise=request.answer_schema,
             thinking=thinking,
-            thinks_at_once=form.thinks_at_once,
+            thinks_at_once=thinks_at_once,
         )
     else:
         constraint = request.constraint(grammars)
@@ -123,7 +117,8 @@ def resolve(
         for number, prompt in enumerate(prompts)
         for choice in range(request.answers)
     ]
-    return (form if constraint is None else replace(form, relaxed=constraint.relaxed)), sequences
+    relaxed = () if constraint is None else constraint.relaxed
+    return ResponseForm(request, prompts, forms, thinking, thinks_at_once, relaxed), sequences
 
 
 def _named_tokens(stops: list[str], vocabulary: Vocabulary) -> dict[int, str]:

@@ -16,7 +16,6 @@ from specserve.config import HandlerConfig, load_yaml, parse_handler
 from specserve.engine import kernel_library
 from specserve.errors import ConfigError
 from specserve.weights import files, models
-from specserve.weights.find import find
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # TorchServe's worker imports torch for one isinstance check; the archive comes first on its sys.path.
@@ -28,15 +27,15 @@ class Tensor:
 '''
 
 
-def prepared_document(config_file: Path) -> dict[str, Any]:
+def prepared_document(config_file: Path, *, by_name: bool = True) -> dict[str, Any]:
     """Prepare the models, as `prepare`; returns the model YAML of an archive.
 
-    Files of the models directory are named in it, and found by their names on another machine, too (weights/find.py).
+    Files of the models directory are in it `by_name`, and found so on another machine, too (weights/find.py).
     """
     document, config = load_yaml(config_file)
     handler = dict(document["handler"])
     for role, path in models.prepare(config_file).items():
-        shown = path.name if path.parent == files.models_directory() else str(path)
+        shown = path.name if by_name and path.parent == files.models_directory() else str(path)
         # An adapter is on this machine only.
         source = {"source": handler[role]} if "hub" in handler[role] and "adapter" not in handler[role] else {}
         handler[role] = {"path": shown, "sha256": files.sha256(path), **source}
@@ -56,13 +55,7 @@ def prepared_document(config_file: Path) -> dict[str, Any]:
 
 def prepared_handler(config_file: Path) -> HandlerConfig:
     """Prepare the models, as `prepare`; returns the configuration of a worker, with their absolute paths."""
-    config = parse_handler(prepared_document(config_file)["handler"], str(config_file))
-    found = {
-        role: model.model_copy(update={"path": find(model, config)})
-        for role, model in (("target", config.target), ("draft", config.draft))
-        if model
-    }
-    return config.model_copy(update=found)
+    return parse_handler(prepared_document(config_file, by_name=False)["handler"], str(config_file))
 
 
 def pack(document: dict[str, Any], target: Path, name: str, version: str = paths.VERSION) -> Path:

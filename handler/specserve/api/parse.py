@@ -39,9 +39,8 @@ def parse_body(body: object, kind: type[AnyRequest]) -> AnyRequest:
     Raises:
         RequestError: 400; `param` names the field that is wrong.
     """
-    if isinstance(body, bytes | bytearray | str):
-        text = body if isinstance(body, str) else bytes(body).decode("latin-1")
-        if text.count("[") + text.count("{") > _MAX_BRACKETS:
+    if isinstance(body, bytes | bytearray):
+        if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
             raise RequestError(f"The request's body has more than {_MAX_BRACKETS} opening brackets.")
         try:
             body = json.loads(body)

@@ -125,6 +125,7 @@ def test_an_unusable_template_is_a_problem_that_every_chat_gets_as_a_400(monkeyp
         "{{ messages[0].content.nothing.at_all }}": "it fails",
         "{{ messages[0].content | dictsort }}": "it fails: 'str' object has no attribute 'items'",
         "{{ 'a' * 10**15 }}": "it fails: MemoryError",
+        "{{ cycler() }}": "it fails: at least one item has to be provided",
         "vicuna": "it leaves out the text of a message",
     }.items():
         problem = template(source).problem or ""

@@ -110,6 +110,7 @@ def test_a_model_that_is_not_exact_is_listed_so() -> None:
         assert front_end.ask(None, "v1/models/qwen")["exact"] == (not left.parts)
         found = front_end.speculation_status()
         assert found["left_to_llama_cpp"] == {"parts": list(left.parts), "formats": list(left.formats)}
+        assert found["batch_invariance"] == {"exact": not left.parts, "sentence": left.sentence}
         assert f"exact: {json.dumps(not left.parts)}" in left.sentence
 
 
@@ -375,11 +376,11 @@ def test_a_draft_model_that_fails_is_reported_and_changes_no_answer(
     body = {**BODY, "max_tokens": 60, "speculation": {"mode": "fixed", "gamma": 3, "drafter": "model"}}
     expected = front_end.output(front_end.answered(body))
     stream = front_end.begin({**body, "stream": True})
-    assert gauges[-1][DRAFT_MODEL]
+    assert (front_end.speculation_status()["draft_model_up"], gauges[-1][DRAFT_MODEL]) == (True, True)
     front_end.draft.fail_after = 0
     front_end.run()
     assert front_end.output(stream) == expected
-    assert not gauges[-1][DRAFT_MODEL]
+    assert (front_end.speculation_status()["draft_model_up"], gauges[-1][DRAFT_MODEL]) == (False, False)
     [logged] = [record for record in caplog.records if "Decoding goes on without it" in record.message]
     assert logged.levelname == "ERROR"
 

@@ -49,7 +49,7 @@ def test_every_route_of_the_openapi_document_is_served_and_listed_by_a_404() -> 
 
 def test_what_a_server_runs_is_told_by_v1_speculation() -> None:
     status = FrontEnd().speculation_status()
-    assert {"version", "models", "kernels", "costs", "controller", "limits", "sequences"} <= {*status}
+    assert {"version", "models", "kernels", "costs", "controller", "limits", "sequences", "holdback"} <= {*status}
     assert {*status["costs"]} == {"target", "draft"}
     assert {"rows", "milliseconds_near"} <= {*status["costs"]["target"]}
     assert "variant" in status["kernels"]

@@ -26,6 +26,7 @@ from specserve.api.responses import Keep, ResponsesRequest, ResponsesResponse
 from specserve.config import HandlerConfig
 from specserve.core.loading import Models
 from specserve.core.scheduler import Scheduler
+from specserve.engine.kernels import calls
 from specserve.errors import RequestError
 from specserve.observability.control_group import Holdback
 from specserve.shares import Shares
@@ -133,7 +134,7 @@ class Routes:
     def _speculation(self) -> Json:
         """Return what this server runs, its measured costs and its learned acceptance; nothing is measured now."""
         config, models, scheduler = self._config, self._models, self._scheduler
-        limits, controller = config.speculation, models.drafters.controller
+        limits, controller, holdback = config.speculation, models.drafters.controller, self._holdback.speedup()
         pairs = (("target", config.target, models.vocabulary), ("draft", config.draft, models.draft))
         costs = {"target": controller.target_cost, "draft": controller.draft_cost}
         return {
@@ -152,8 +153,9 @@ class Routes:
                 for role, file, model in pairs
                 if file is not None and model is not None
             },
+            "batch_invariance": {"exact": models.left.exact, "sentence": models.left.sentence},
             "left_to_llama_cpp": models.left._asdict(),
-            "kernels": models.kernels._asdict(),
+            "kernels": {**models.kernels._asdict(), **dict(zip(("products", "attentions"), calls(), strict=True))},
             # Of passes after short texts.
             "costs": {
                 role: {
@@ -175,6 +177,8 @@ class Routes:
                 "cache_tokens": config.cache_tokens,
             },
             "sequences": {"live": scheduler.running, "waiting": scheduler.queued, "slots": config.sequences},
+            "draft_model_up": models.drafters.model is not None,
+            "holdback": None if holdback is None else holdback._asdict(),
         }
 
     def _model(self, name: str) -> Json:

@@ -38,10 +38,6 @@ class EngineError(SpecserveError):
     """A forward pass failed; its sequences cannot continue."""
 
 
-class DraftError(EngineError):
-    """The draft model failed; every sequence can continue without it."""
-
-
 @dataclass(eq=False)
 class ConstraintError(SpecserveError):
     """A sequence cannot continue: no token is allowed, or its grammar is too costly to follow."""

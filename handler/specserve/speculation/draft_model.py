@@ -12,7 +12,7 @@ import numpy as np
 
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.kv_cache import KVCache
-from specserve.errors import DraftError, EngineError
+from specserve.errors import EngineError
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import SequenceStep
 
@@ -75,42 +75,39 @@ class DraftModel:
             step; none for a sequence of which more is left to read. Overwritten by the next pass.
 
         Raises:
-            DraftError: the pass failed, or the cache of another slot could not be copied.
+            EngineError: the pass failed, or the cache of another slot could not be copied.
         """
         max_rows = self._shared_rows if is_shared else self._max_rows
         rows: list[Row] = []
         # By index of the step, its rows with logits.
         complete: dict[int, int] = {}
         most_masks = self.cache.engine.max_logits // len(steps) - 1
-        try:
-            for index in sorted(range(len(steps)), key=lambda index: self.draft_prefill(steps[index])):
-                if max_rows <= 0:
-                    break
-                step, slot = steps[index], steps[index].sequence.slot
-                self._begin(step)
-                first = self.cache.num_computed_tokens(slot)
-                unread = step.tokens_from(first)[:max_rows]
-                max_rows -= len(unread)
-                rows += [
-                    Row(token, slot, position, wants_logits=position == step.length - 1)
-                    for position, token in enumerate(unread, first)
-                ]
-                if unread and first + len(unread) == step.length:
-                    room = self._context_length - (step.length - self.cache.start(slot))
-                    masks = max(0, min(mask_tokens[index], most_masks, step.rows_left - 1, room))
-                    rows += [Row(self._mask_token, slot, step.length + n, wants_logits=True) for n in range(masks)]
-                    complete[index] = 1 + masks
-            by_slot = Counter(row.slot for row in rows)
-            kv_tokens = sum(n * self.cache.kv_len([slot]) for slot, n in by_slot.items())
-            self._last = len(rows), kv_tokens // max(1, len(rows))
-            logits = self.cache.forward(rows) if rows else np.empty((0, 0), np.float32)
-            for index, count in complete.items():
-                if count > 1:
-                    self.cache.truncate(steps[index].sequence.slot, steps[index].length)
-        except EngineError as error:
-            raise DraftError(f"The draft model failed: {error}") from error
+        for index in sorted(range(len(steps)), key=lambda index: self.draft_prefill(steps[index])):
+            if max_rows <= 0:
+                break
+            step, slot = steps[index], steps[index].sequence.slot
+            self._begin(step)
+            first = self.cache.num_computed_tokens(slot)
+            unread = step.tokens_from(first)[:max_rows]
+            max_rows -= len(unread)
+            rows += [
+                Row(token, slot, position, wants_logits=position == step.length - 1)
+                for position, token in enumerate(unread, first)
+            ]
+            if unread and first + len(unread) == step.length:
+                room = self._context_length - (step.length - self.cache.start(slot))
+                masks = max(0, min(mask_tokens[index], most_masks, step.rows_left - 1, room))
+                rows += [Row(self._mask_token, slot, step.length + n, wants_logits=True) for n in range(masks)]
+                complete[index] = 1 + masks
+        by_slot = Counter(row.slot for row in rows)
+        kv_tokens = sum(n * self.cache.kv_len([slot]) for slot, n in by_slot.items())
+        self._last = len(rows), kv_tokens // max(1, len(rows))
+        logits = self.cache.forward(rows) if rows else np.empty((0, 0), np.float32)
+        for index, count in complete.items():
+            if count > 1:
+                self.cache.truncate(steps[index].sequence.slot, steps[index].length)
         if not np.isfinite(np.max(logits, initial=0.0)):
-            raise DraftError("The draft model failed: its logits are not finite.")
+            raise EngineError("Its logits are not finite.")
         row_seconds = self.cost.seconds(*self._last) / max(1, len(rows))
         for step in steps:
             step.seconds.draft_model += row_seconds * by_slot[step.sequence.slot]

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 from time import perf_counter
 
-from specserve.errors import ConstraintError, DraftError, MaskDeferred
+from specserve.errors import ConstraintError, EngineError, MaskDeferred
 from specserve.sampling.distribution import FloatArray, argmax, confidence, one_hot, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
@@ -75,8 +75,8 @@ class Drafters:
         while self.model and (chosen := self._chosen_for_model(drafting, prices)):
             try:
                 self._draft_by_model(self.model, chosen, prices, is_shared=len(decoding) > 1)
-            except DraftError as error:
-                logger.error("specserve: %s Decoding goes on without it.", error)
+            except EngineError as error:
+                logger.error("specserve: the draft model failed: %s Decoding goes on without it.", error)
                 self.model = None
                 return
         choose_alternatives(drafting, max_alternatives, prices, self._end_tokens)
@@ -136,7 +136,7 @@ class Drafters:
     def _draft_by_model(
         self, model: DraftModel, chosen: list[tuple[SequenceStep, int]], prices: Prices, *, is_shared: bool
     ) -> None:
-        """Draft for these steps in one pass of the model, and what proposers add; DraftError if it fails."""
+        """Draft for these steps in one pass of the model, and what proposers add; EngineError if it fails."""
         began = self._clock()
         steps, mask_tokens = zip(*chosen, strict=True)
         logits = model.read(steps, mask_tokens, is_shared=is_shared)

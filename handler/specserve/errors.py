@@ -38,14 +38,6 @@ class EngineError(SpecserveError):
     """A forward pass failed; its sequences cannot continue."""
 
 
-@dataclass(eq=False)
-class ConstraintError(SpecserveError):
-    """A sequence cannot continue: no token is allowed, or its grammar is too costly to follow."""
-
-    message: str
-    code: str = field(default="grammar_too_costly", kw_only=True)
-
-
 class MaskDeferred(SpecserveError):
     """The round has no time left for a grammar mask; the sequence continues in the next round."""
 
@@ -76,6 +68,13 @@ class RequestError(SpecserveError):
     @classmethod
     def invalid(cls, param: str, message: str) -> RequestError:
         return cls(message, param=param, code="invalid_value")
+
+
+@dataclass(eq=False)
+class ConstraintError(RequestError):
+    """A sequence cannot continue: no token is allowed, or its grammar is too costly to follow."""
+
+    code: str | None = field(default="grammar_too_costly", kw_only=True)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Literal
 
 from specserve.core.detokenizer import Detokenizer
 from specserve.engine.base import Vocabulary
-from specserve.errors import ConstraintError, RequestError
+from specserve.errors import RequestError
 from specserve.observability.records import EndRecord
 from specserve.sequence import Sequence, Source, TokenScore
 
@@ -61,14 +61,11 @@ class TextSequence(Sequence):
         self.finish_reason = None
 
     def fail(self, reason: Exception) -> None:
-        """End with an error: a 400 if the grammar cannot be followed, else a 500."""
-        if isinstance(reason, RequestError):
-            self.error = reason
-        elif isinstance(reason, ConstraintError):
-            self.error = RequestError(f"{str(reason).rstrip('.')}.", code=reason.code)
-        else:
+        """End with an error: a 500 if it is not the request's."""
+        if not isinstance(reason, RequestError):
             sentence = "The model failed while it wrote this answer; please send the request again."
-            self.error = RequestError(sentence, status=500, kind="server_error")
+            reason = RequestError(sentence, status=500, kind="server_error")
+        self.error = reason
 
     def end_record(self, now: float) -> EndRecord:
         """How it ended, for observers; without an end or an error it was cancelled."""

@@ -236,7 +236,7 @@ def _unpacked(mask: bytes, size: int) -> BoolArray:
 
 
 def _failure(reason: str) -> ConstraintError:
-    return ConstraintError(f"The answer's grammar cannot be followed further: {reason}")
+    return ConstraintError(f"The answer's grammar cannot be followed further: {reason.rstrip('.')}.")
 
 
 def in_one_line(reason: str) -> str:

@@ -79,7 +79,7 @@ def process_logits(logits: FloatArray, sequence: Sequence, drafts: abc.Sequence[
         logits = restrict(logits, sampling, sequence.generated + len(drafts))
     # A bias may be minus infinity.
     if (sampling.forbids_tokens or sampling.shapes_logits) and logits.max() == -np.inf:
-        raise ConstraintError("The request allows no token that could follow", code="invalid_value")
+        raise ConstraintError("The request allows no token that could follow.", code="invalid_value")
     return logits
 
 

@@ -116,30 +116,26 @@ def _accept(target: KVCache, drafters: Drafters, step: SequenceStep, logits: Flo
     after each draft, and after each alternative.
     """
     sequence, controller = step.sequence, drafters.controller
-    try:
-        if step.scores_rows:
-            _score_prompt(step, logits[: step.rows])
-        if not step.commits:
-            return
-        after_pending = logits[step.rows_with_logits - 1 :]
-        step.n_committed = _commit(controller, step, after_pending[: len(step.drafts) + 1])
-        if drafters.model:
-            drafters.model.cache.truncate(sequence.slot, len(sequence.tokens) - 1)
-        places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
-        recovered = step.n_accepted, sequence.tokens[-1]
-        if recovered in places:
-            # What the next round without drafts would do, whose row the target has read already.
-            adopted, after_alternatives = places.index(recovered), after_pending[len(step.drafts) + 1 :]
-            target.adopt(sequence.slot, adopted)
-            after = SequenceStep(sequence, num_computed_tokens=len(sequence.tokens) - 1, rows=1)
-            # A grammar that cannot be followed from here fails in the next round, as without alternatives.
-            with suppress(ConstraintError):
-                # Without the mask after it an alternative gives no further token.
-                step.adopted = _commit(controller, after, after_alternatives[adopted : adopted + 1]) > 0
-                step.n_committed += step.adopted
-    except (FloatingPointError, ConstraintError) as error:
-        step.error = error
+    if step.scores_rows:
+        _score_prompt(step, logits[: step.rows])
+    if not step.commits:
         return
+    after_pending = logits[step.rows_with_logits - 1 :]
+    step.n_committed = _commit(controller, step, after_pending[: len(step.drafts) + 1])
+    if drafters.model:
+        drafters.model.cache.truncate(sequence.slot, len(sequence.tokens) - 1)
+    places = [(alternative.draft_index, alternative.token) for alternative in step.alternatives]
+    recovered = step.n_accepted, sequence.tokens[-1]
+    if recovered in places:
+        # What the next round without drafts would do, whose row the target has read already.
+        adopted, after_alternatives = places.index(recovered), after_pending[len(step.drafts) + 1 :]
+        target.adopt(sequence.slot, adopted)
+        after = SequenceStep(sequence, num_computed_tokens=len(sequence.tokens) - 1, rows=1)
+        # A grammar that cannot be followed from here fails in the next round, as without alternatives.
+        with suppress(ConstraintError):
+            # Without the mask after it an alternative gives no further token.
+            step.adopted = _commit(controller, after, after_alternatives[adopted : adopted + 1]) > 0
+            step.n_committed += step.adopted
     target.truncate(sequence.slot, len(sequence.tokens) - 1)
     if step.is_decode_round:
         controller.balance(sequence).count_round(step)

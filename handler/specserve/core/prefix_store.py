@@ -4,9 +4,12 @@ Texts are kept in blocks of 32 tokens. A block is found by its tokens and by the
 no hash is trusted; texts that begin alike share blocks. vLLM's prefix caching and SGLang's HiCache work likewise.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +27,9 @@ Save = Callable[[int, int], NDArray[np.uint8]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
+    # What is before it, or its text's owner; and its tokens, as integers of 32 bits.
+    key: tuple[Block | Owner, bytes]
     saved: NDArray[np.uint8]  # keys and values, shape (`BLOCK_TOKENS`, bytes of a token)
-
-
-# What is before a block, or its text's owner; and its tokens, as integers of 32 bits.
-Key = tuple[Block | Owner, bytes]
 
 
 class PrefixStore:
@@ -41,7 +42,7 @@ class PrefixStore:
 
     def __init__(self, token_bytes: int = 0, max_bytes: int = 0) -> None:
         self._block_bytes = BLOCK_TOKENS * (token_bytes + 4)
-        self._blocks: Shares[Key, Block] = Shares(max_bytes // self._block_bytes)
+        self._blocks: Shares[tuple[Block | Owner, bytes], Block] = Shares(max_bytes // self._block_bytes)
 
     @property
     def max_bytes(self) -> int:
@@ -61,10 +62,9 @@ class PrefixStore:
         They end earlier where less is stored. The parts are views, and not to be written to.
         """
         path = self._path(owner, tokens[: end + BLOCK_TOKENS - 1])
-        firsts = range(0, len(path) * BLOCK_TOKENS, BLOCK_TOKENS)
         parts = [
             block.saved[max(0, start - first) : max(0, end - first)]
-            for first, (_, block) in zip(firsts, path, strict=True)
+            for first, block in zip(count(0, BLOCK_TOKENS), path, strict=False)
         ]
         return [part for part in parts if part.size]
 
@@ -78,43 +78,39 @@ class PrefixStore:
             EngineError: `save` has failed; the blocks before are stored.
         """
         path = self._path(owner, tokens)
-        kept = {block for _, block in path}
         try:
             for first in range(len(path) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
                 if max_blocks <= 0:
                     return False
-                if not self._make_room(owner, kept):
+                if not self._make_room(owner, path):
                     break
-                block = Block(save(first, first + BLOCK_TOKENS))
+                block = Block(_key(owner, path, tokens), save(first, first + BLOCK_TOKENS))
                 # Several requests may read it.
                 block.saved.setflags(write=False)
-                key = path[-1][1] if path else owner, _packed(tokens, first)
-                self._blocks.put(owner[0], key, block)
-                path.append((key, block))
-                kept.add(block)
+                self._blocks.put(owner[0], block.key, block)
+                path.append(block)
                 max_blocks -= 1
         finally:
             self._use(owner, path)
         return True
 
-    def _path(self, owner: Owner, tokens: list[int]) -> list[tuple[Key, Block]]:
+    def _path(self, owner: Owner, tokens: list[int]) -> list[Block]:
         """The stored blocks of a text, from its beginning; they are used thereby."""
-        path: list[tuple[Key, Block]] = []
-        for first in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            key = path[-1][1] if path else owner, _packed(tokens, first)
-            block = self._blocks.use(owner[0], key)
+        path: list[Block] = []
+        while len(tokens) >= (len(path) + 1) * BLOCK_TOKENS:
+            block = self._blocks.use(owner[0], _key(owner, path, tokens))
             if block is None:
                 break
-            path.append((key, block))
+            path.append(block)
         self._use(owner, path)
         return path
 
-    def _use(self, owner: Owner, path: list[tuple[Key, Block]]) -> None:
+    def _use(self, owner: Owner, path: list[Block]) -> None:
         """Make these blocks the last used, each before the one that it follows."""
-        for key, _ in reversed(path):
-            self._blocks.use(owner[0], key)
+        for block in reversed(path):
+            self._blocks.use(owner[0], block.key)
 
-    def _make_room(self, owner: Owner, kept: set[Block]) -> bool:
+    def _make_room(self, owner: Owner, kept: list[Block]) -> bool:
         """Evict blocks until there is room for one; False if one of the text that is being stored would have to go."""
         while self._blocks.total >= self._blocks.limit:
             next_to_go = self._blocks.next_to_go(owner[0])
@@ -124,5 +120,7 @@ class PrefixStore:
         return True
 
 
-def _packed(tokens: list[int], first: int) -> bytes:
-    return array("i", tokens[first : first + BLOCK_TOKENS]).tobytes()
+def _key(owner: Owner, path: list[Block], tokens: list[int]) -> tuple[Block | Owner, bytes]:
+    """The key of the block that follows these of a text."""
+    first = len(path) * BLOCK_TOKENS
+    return path[-1] if path else owner, array("i", tokens[first : first + BLOCK_TOKENS]).tobytes()

@@ -108,8 +108,7 @@ class PrefixCache:
         if self._drafters.model:
             draft = self._drafters.model.cache
             draft.claim(slot, owner)
-            most = len(sequence.tokens) - 1 if sequence.reuses_prefix else 0
-            draft.truncate(slot, draft.prefix(slot, owner, sequence.tokens, most))
+            draft.truncate(slot, draft.prefix(slot, owner, sequence.tokens, match.max_length))
         if match.stored > shared:
             self._restoring[sequence] = match.stored
         # Last: a slot whose engine failed stays free.
@@ -145,37 +144,33 @@ class PrefixCache:
             self._save(unstored[0], _BLOCKS_AFTER_A_ROUND)
         return any(slot in self._unstored for slot in unstored)
 
-    def restore(self) -> dict[Sequence, Exception]:
+    def restore(self) -> None:
         """Begin a round: copy its part of the prefixes that come back, half for the oldest, then the shortest first.
 
-        Returns the sequences that failed, and why. What the engine refuses, or the store has lost, is computed again.
+        What cannot be used, or the store has lost, is computed again.
         """
         self._blocks_left = _BLOCKS_A_ROUND
-        left, failed = _TOKENS_A_ROUND, {}
+        left, held = _TOKENS_A_ROUND, self._target.num_computed_tokens
         oldest, reserved = next(iter(self._restoring), None), left // 2
-        for sequence, end in sorted(
-            self._restoring.items(), key=lambda item: item[1] - self._target.num_computed_tokens(item[0].slot)
-        ):
+        for sequence, end in sorted(self._restoring.items(), key=lambda item: item[1] - held(item[0].slot)):
             if sequence is oldest:
                 reserved = 0
-            begin = self._target.num_computed_tokens(sequence.slot)
+            slot = sequence.slot
+            begin = held(slot)
             part = min(end, begin + left - reserved)
             try:
                 self.make_room(part - begin)
                 for saved in self._store.saved(sequence.info.owner, sequence.tokens, begin, part):
-                    at = self._target.num_computed_tokens(sequence.slot)
-                    self._target.load(sequence.slot, sequence.tokens[at : at + len(saved)], saved)
-            except EngineError as error:
-                logger.warning("specserve: a prefix in host memory cannot be used, and is computed again: %s", error)
-            except Exception as error:
-                logger.exception("specserve: a prefix in host memory cannot be used")
-                failed[sequence] = error
-            loaded = self._target.num_computed_tokens(sequence.slot) - begin
+                    self._target.load(slot, sequence.tokens[held(slot) : held(slot) + len(saved)], saved)
+            except Exception:
+                logger.exception("specserve: a prefix in host memory cannot be used, and is computed again")
+                # The engine may hold more than was recorded.
+                self._target.truncate(slot, held(slot))
+            loaded = held(slot) - begin
             sequence.cached_tokens += 0 if sequence.preemptions else loaded
             if begin + loaded == end or (part > begin and not loaded):
                 del self._restoring[sequence]
             left -= loaded
-        return failed
 
     def clear(self, sequence: Sequence) -> None:
         self._truncate(sequence.slot, 0)

@@ -149,7 +149,7 @@ class Scheduler:
         A sequence in prefill has no drafts, so that its first token comes sooner.
         """
         self._waiting.admit()
-        self._fail(self._cache.restore())
+        self._cache.restore()
         # What comes back takes room, too.
         self._preempt_until_the_rest_fits()
         decoding = [sequence for sequence in self._running if self._cache.decodes(sequence)]

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
 
-import numpy as np
-
 from specserve.core.admission import Waiting
 from specserve.core.prefix_cache import PrefixCache
 from specserve.core.prefix_store import PrefixStore
@@ -52,10 +50,7 @@ def max_wait(milliseconds: float | None, cost: PassCosts) -> float:
 def prefill_chunk(cost: PassCosts, kv_len: int, *, rows: int, max_rows: int, max_wait_seconds: float) -> int:
     """The longest prefill chunk, of 4 to `max_rows` tokens, that adds at most `max_wait_seconds` to a pass."""
     max_rows = max(0, max_rows)
-    seconds = cost.curve(rows + max_rows, kv_len)
-    # By estimate a wider pass may be faster than a narrower one.
-    fitting = np.flatnonzero(seconds[rows + 1 :] - seconds[rows] <= max_wait_seconds)
-    return max(min(_MIN_CHUNK, max_rows), int(fitting[-1]) + 1 if fitting.size else 0)
+    return max(min(_MIN_CHUNK, max_rows), cost.rows_within(max_wait_seconds, rows, max_rows, kv_len))
 
 
 @dataclass(eq=False)
@@ -212,14 +207,12 @@ class Scheduler:
             rows_left -= rows
             logits_left -= rows if sequence.scores_prompt else 1
             if len(steps) == 1 and rows == pending:
-                rows_left = min(rows_left, self._rows_beside_first_token(len(decode_steps) + rows, rows_left))
+                # This pass gives a prompt its first token.
+                first, cost = len(decode_steps) + rows, self.drafters.controller.target_cost
+                longer = (_FIRST_TOKEN_PASS - 1) * cost.seconds(first, self._kv_len())
+                rows_left = cost.rows_within(longer, first, rows_left, self._kv_len())
                 reserved = min(reserved, rows_left)
         return steps
-
-    def _rows_beside_first_token(self, rows: int, most: int) -> int:
-        """How many rows others may add to the pass that gives a prompt its first token."""
-        seconds = self.drafters.controller.target_cost.curve(rows + most, self._kv_len())
-        return int((seconds[rows + 1 : rows + most + 1] <= _FIRST_TOKEN_PASS * seconds[rows]).sum())
 
     def _step(self, sequence: TextSequence, rows: int, max_drafts: int) -> SequenceStep:
         computed = self.target.num_computed_tokens(sequence.slot)

@@ -81,6 +81,12 @@ class PassCosts:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,)."""
         return self.factor * np.array(self._curve(max_rows, kv_len)[: max_rows + 1])
 
+    def rows_within(self, seconds: float, rows: int, most: int, kv_len: int) -> int:
+        """How many rows, at most `most`, a pass of `rows` rows may have beside these if that adds so many seconds."""
+        costs = self.curve(rows + most, kv_len)[rows:]
+        # By estimate a wider pass may be faster than a narrower one.
+        return int(np.flatnonzero(costs - costs[0] <= seconds)[-1])
+
     def observe(self, rows: int, kv_len: int, seconds: float) -> None:
         """Let the factor follow what a live pass took; one wider than any measured is ignored."""
         if not 0 < rows <= self.table.rows[-1]:

@@ -230,9 +230,7 @@ class Simulation:
         )
         scheduler = Scheduler(
             target.record,
-            Drafters(
-                self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
-            ),
+            Drafters(self._controller, LookupProposer(), model=model, end_tokens=(), clock=self._clock),
             prefill_rows=64,
             max_wait_seconds=self._max_wait_seconds,
             clock=self._clock,

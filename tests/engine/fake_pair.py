@@ -87,11 +87,9 @@ class FakePair:
         )
         self.controller = Controller(target_cost, draft_cost, block_length=block_length)
         free_drafters = [PredictionProposer()] if proposers is None else proposers
-        clock = options.get("clock", perf_counter)
         ends = self.vocabulary.end_tokens()
-        self.drafters = Drafters(
-            self.controller, *free_drafters, model=model, vocabulary=width, end_tokens=ends, clock=clock
-        )
+        clock = options.get("clock", perf_counter)
+        self.drafters = Drafters(self.controller, *free_drafters, model=model, end_tokens=ends, clock=clock)
         self.masks, self.records = Shared(masks), RecordingObserver()
         observers = [*options.pop("observers", ()), self.records]
         options = {"limit_masks": self.masks.limit_masks, "observers": observers, **options}

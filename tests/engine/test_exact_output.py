@@ -25,7 +25,6 @@ from specserve.sampling.distribution import FloatArray, draw
 from specserve.sampling.logits import TargetDistributions
 from specserve.sampling.noise import Noise, Purpose
 from specserve.sequence import Pool, SamplingParams, SpeculationMode, Verification
-from specserve.speculation import drafters
 from specserve.speculation import round as round_module
 from specserve.speculation import step as step_module
 from specserve.speculation.ngram import LookupProposer, Pools, PredictionProposer
@@ -265,7 +264,7 @@ def report_half_of_q_for_free_drafts(patch: pytest.MonkeyPatch) -> None:
         spread[token] = 0.5
         return spread
 
-    patch.setattr(drafters, "one_hot", half_certain)
+    patch.setattr(round_module, "one_hot", half_certain)
 
 
 def drop_unlikely_drafts_and_end_tokens(patch: pytest.MonkeyPatch) -> None:

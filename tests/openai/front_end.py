@@ -73,7 +73,7 @@ class FrontEnd:
         end_tokens = vocabulary.end_tokens()
         proposers = PredictionProposer(), LookupProposer(Pools(1000)), GrammarProposer()
         controller = Controller(flat(0.01), flat(0.001))
-        drafters = Drafters(controller, *proposers, model=model, vocabulary=200, end_tokens=end_tokens)
+        drafters = Drafters(controller, *proposers, model=model, end_tokens=end_tokens)
         placement, kernels = placement_on(FakeMachine()), Kernels(None, (), "a fake engine computes")
         parts = vocabulary, grammars, KVCache(self.target), drafters, placement, kernels
         models = Models(*parts, config, left or Left())

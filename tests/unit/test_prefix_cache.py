@@ -21,7 +21,7 @@ class Bench:
     def __init__(self, *, n_slots: int = 2, n_cells: int = 1000) -> None:
         self.target = FakeEngine(vocabulary=24, n_slots=n_slots, n_cells=n_cells)
         self.held = KVCache(self.target)
-        drafters = Drafters(Controller(flat(0.01), None), vocabulary=24, end_tokens=())
+        drafters = Drafters(Controller(flat(0.01), None), end_tokens=())
         self.cache = PrefixCache(self.held, drafters)
 
     def start(self, prompt: list[int], *, prefill: bool = True) -> Sequence:

@@ -254,7 +254,6 @@ def open_engines(
         GrammarProposer(),
         LookupProposer(pools),
         model=model,
-        vocabulary=target_model.size,
         end_tokens=target_model.end_tokens(),
     )
     return target, drafters

@@ -110,8 +110,9 @@ class Acceptance:
             self._calibration(sequence, refused.drafter).learn(refused.confidence, accepted)
         outcomes: tuple[list[float], list[float]] = [], []
         for index, draft in enumerate(step.drafts[: n_accepted + 1]):
-            q = draft.q if knows_probability else None
-            accepted = float(index < n_accepted) if q is None else float(np.minimum(p[index], q).sum())
+            accepted = float(index < n_accepted)
+            if knows_probability:
+                accepted = float(p[index][draft.token] if draft.q is None else np.minimum(p[index], draft.q).sum())
             self._calibration(sequence, draft.calibration).learn(draft.confidence, accepted)
             if draft.drafter == "model":
                 outcomes[draft.behind_mask].append(accepted)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from specserve.errors import ConstraintError, EngineError, MaskDeferred
-from specserve.sampling.distribution import FloatArray, argmax, confidence, one_hot, to_distribution
+from specserve.sampling.distribution import FloatArray, argmax, confidence, to_distribution
 from specserve.sampling.logits import process_logits
 from specserve.sequence import Sequence
 from specserve.speculation.alternatives import alternatives_to, choose_alternatives
@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class Drafters:
     """All drafters, which draft what the controller decides.
 
-    The proposers are asked in their order, until one has something worth drafting. `vocabulary` is the width of the
-    target's logits.
+    The proposers are asked in their order, until one has something worth drafting.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class Drafters:
         controller: Controller,
         *proposers: Proposer,
         model: DraftModel | None = None,
-        vocabulary: int,
         end_tokens: Iterable[int],
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.controller = controller
         self.model = model
         self._proposers = proposers
-        self._vocabulary = vocabulary
         self._end_tokens = frozenset(end_tokens)
         self._clock = clock
 
@@ -104,8 +101,7 @@ class Drafters:
                 if not step.allows(draft.token):
                     length = n_drafted
                     break
-                q = None if sequence.sampling.is_greedy else one_hot(draft.token, self._vocabulary)
-                step.drafts.append(draft._replace(q=q))
+                step.drafts.append(draft)
                 prices.rows += 1
             if length:
                 return

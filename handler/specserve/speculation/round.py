@@ -25,7 +25,7 @@ from time import perf_counter
 
 from specserve.engine.kv_cache import KVCache
 from specserve.errors import ConstraintError, MaskDeferred
-from specserve.sampling.distribution import FloatArray
+from specserve.sampling.distribution import FloatArray, one_hot
 from specserve.sampling.logits import TargetDistributions, score
 from specserve.speculation.costs import PassCosts
 from specserve.speculation.drafters import Drafters
@@ -181,7 +181,7 @@ def _verify(p: TargetDistributions, step: SequenceStep) -> tuple[int, int | None
     try:
         if sampling.is_greedy:
             return accept_equal(p.argmax, step.draft_tokens)
-        q = [draft.q for draft in step.drafts if draft.q is not None]
+        q = [one_hot(draft.token, p.logits.shape[1]) if draft.q is None else draft.q for draft in step.drafts]
         return RULES[speculation.verification].verify(p, q, step.draft_tokens, step.noise)
     except ConstraintError:
         if not step.drafts or p.n_computed < len(step.drafts):

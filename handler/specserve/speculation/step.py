@@ -27,7 +27,8 @@ class Alternative(NamedTuple):
 
 class Draft(NamedTuple):
     token: int
-    # The distribution that it was sampled from, shape (vocabulary,); None where the request is greedy.
+    # The distribution that it was sampled from, shape (vocabulary,); None for one-hot: the request is greedy, or a
+    # proposer drafted it.
     q: FloatArray | None
     drafter: DrafterName
     # A model's largest probability at temperature 1; other drafters estimate how likely the token is right.

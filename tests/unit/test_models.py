@@ -127,7 +127,7 @@ def test_the_hub_is_asked_before_a_mirror_and_again_only_for_a_damaged_file(hub:
     hub.requests.clear()
     # The directory may be another user's.
     locked = pytest.fail.Exception("locked")
-    with patch.object(files, "locked", side_effect=locked), patch.object(files, "write_json", side_effect=OSError):
+    with patch.object(files, "locked", side_effect=locked), patch.object(Path, "replace", side_effect=OSError):
         assert get() == path == directory / "weights.gguf"
     assert hub.requests == []
     path.write_bytes(b"damaged")

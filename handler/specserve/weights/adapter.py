@@ -12,11 +12,8 @@ from specserve.errors import ModelLoadError
 
 # What an adapter of scripts/train_draft says of the draft: its mask token, that token's embedding, and how many tokens
 # it drafts in one pass.
-MASK_TOKEN, MASK_EMBEDDING, BLOCK_LENGTH = (
-    "tokenizer.ggml.mask_token_id",
-    "specserve.mask_embedding",
-    "specserve.block_length",
-)
+MASK_TOKEN, MASK_EMBEDDING = "tokenizer.ggml.mask_token_id", "specserve.mask_embedding"
+BLOCK_LENGTH = "specserve.block_length"
 _EMBEDDING = "token_embd.weight"
 # Keys that GGUFWriter writes itself, or that the adapter changes.
 _WRITTEN = ("GGUF.", "general.architecture", "general.file_type")
@@ -38,9 +35,8 @@ def merge(source: Path, adapter: Path, target: Path) -> None:
     changed = _changed(base, lora, f"{adapter}: does not fit {source.name}")
     writer = GGUFWriter(target, architecture)
     fields = {name: field for name, field in base.fields.items() if not name.startswith(_WRITTEN)}
-    for field in (
-        fields | {key: lora.fields[key] for key in (MASK_TOKEN, BLOCK_LENGTH) if key in lora.fields}
-    ).values():
+    fields |= {key: lora.fields[key] for key in (MASK_TOKEN, BLOCK_LENGTH) if key in lora.fields}
+    for field in fields.values():
         kind, *of = field.types
         writer.add_key_value(field.name, field.contents(), kind, of[-1] if of else None)
     writer.add_file_type(LlamaFileType.MOSTLY_F16)

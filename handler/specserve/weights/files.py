@@ -24,10 +24,12 @@ def sha256(path: Path) -> str:
     if key not in known:
         with path.open("rb") as file:
             known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        # The cache may be another user's.
+        partial = memory.with_name(f"{memory.name}.{os.getpid()}.partial")
+        # The cache may be another user's; another process reads either the old or the new file.
         with contextlib.suppress(OSError):
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_json(memory, known)
+            partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            partial.replace(memory)
     return str(known[key])
 
 
@@ -38,13 +40,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON object atomically: another process reads either the old or the new file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    partial.replace(path)
 
 
 def locked(path: Path, waiting_for: str) -> contextlib.AbstractContextManager[object]:

@@ -28,7 +28,13 @@ def find(model: ModelConfig, config: HandlerConfig) -> Path:
         if model.sha256 in {None, files.sha256(place)}:
             return place
     if config.fetch_models and model.source:
-        return _fetched(model.source)
+        try:
+            # Libraries that a worker which finds its files does not need.
+            from specserve.weights import models  # noqa: PLC0415
+
+            return models.prepared(model.source, models.fetch(model.source, Path()), Path())
+        except (EnvironmentFailure, ImportError) as error:
+            raise ModelLoadError(f"{model.source.hub}: cannot be fetched: {str(error).rstrip('.')}.") from error
     wrong = "".join(f" {place} has another sha256 than the archive says." for place in found)
     searched = ", ".join(str(place.parent) for place in places)
     fetching = ", or set `fetch_models: true`" if model.source else ""
@@ -36,12 +42,3 @@ def find(model: ModelConfig, config: HandlerConfig) -> Path:
         f"{named.name}: there is no such model file in {searched}.{wrong} Put it there, or name its directory in "
         f"$SPECSERVE_MODELS{fetching}."
     )
-
-
-def _fetched(source: ModelConfig) -> Path:
-    try:
-        from specserve.weights import models  # noqa: PLC0415 - libraries that a worker which finds its files does not need
-
-        return models.prepared(source, models.fetch(source, Path()), Path())
-    except (EnvironmentFailure, ImportError) as error:
-        raise ModelLoadError(f"{source.hub}: cannot be fetched: {str(error).rstrip('.')}.") from error

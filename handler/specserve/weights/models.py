@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -50,8 +49,9 @@ def prepared(model: ModelConfig, source: Path, config_file: Path) -> Path:
         adapter = config_file.resolve().parent / model.adapter.expanduser()
         if not adapter.is_file():
             raise EnvironmentFailure(f"{adapter}: there is no such file, which {config_file} names.")
-        target = _derived(source, f"{adapter.stem}-{files.sha256(adapter)[:8]}")
-        source = _made_once(target, partial(_is_newer, target, source), partial(_write_merged, source, adapter, target))
+        source = _derived(
+            source, f"{adapter.stem}-{files.sha256(adapter)[:8]}", partial(_write_merged, source, adapter)
+        )
     return requantise(source) if model.requantise else source
 
 
@@ -130,49 +130,44 @@ def _download_from_hub(hub: str, sha256: str | None, target: Path) -> None:
 
 def requantise(source: Path) -> Path:
     """Return the pure Q4_0 version of a file; it is written into the models directory once."""
-    target = _derived(source, "pure-q4_0")
-    return _made_once(target, partial(_is_newer, target, source), partial(_write_requantised, source, target))
+    return _derived(source, "pure-q4_0", partial(_write_requantised, source))
 
 
-def _derived(source: Path, name: str) -> Path:
-    """Return where a file is that is made from another one."""
+def _derived(source: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Return a file of the models directory that is made from another one, again if that has changed."""
     directory = files.models_directory()
     # Files of the same name from two directories of the operator get different names.
     suffix = "" if source.parent == directory else f".{files.sha256(source)[:8]}"
-    return directory / f"{source.stem}{suffix}.{name}.gguf"
+    target = directory / f"{source.stem}{suffix}.{name}.gguf"
 
+    def is_newer() -> bool:
+        return target.is_file() and target.stat().st_mtime >= source.stat().st_mtime
 
-def _is_newer(path: Path, source: Path) -> bool:
-    return path.is_file() and path.stat().st_mtime >= source.stat().st_mtime
+    def make() -> None:
+        written = target.with_name(f"{target.name}.partial")
+        try:
+            with Console(stderr=True).status(f"writing {target.name}"):
+                write(written)
+            written.replace(target)
+        finally:
+            written.unlink(missing_ok=True)
 
-
-@contextmanager
-def _being_written(target: Path, what: str) -> Iterator[Path]:
-    """Yield the file that takes the place of `target` at the end, unless something raises; show `what` meanwhile."""
-    written = target.with_name(f"{target.name}.partial")
-    try:
-        with Console(stderr=True).status(what):
-            yield written
-        written.replace(target)
-    finally:
-        written.unlink(missing_ok=True)
+    return _made_once(target, is_newer, make)
 
 
 def _write_merged(source: Path, adapter: Path, target: Path) -> None:
-    # Half a second that only an adapter is worth.
+    # Half a second that only a new adapter is worth.
     from specserve.weights.adapter import merge  # noqa: PLC0415
 
-    with _being_written(target, f"adding {adapter.name} to {source.name}") as written:
-        merge(source, adapter, written)
+    merge(source, adapter, target)
 
 
 def _write_requantised(source: Path, target: Path) -> None:
-    with _being_written(target, f"requantising {source.name} to Q4_0") as written:
-        command = [sys.executable, "-c", _REQUANTISE, str(source), str(written)]
-        outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        if outcome.returncode:
-            reasons = [line.strip() for line in outcome.stderr.splitlines() if "failed" in line]
-            raise ModelLoadError(
-                f"{source}: cannot be requantised to Q4_0 ({(reasons or ['llama.cpp refused'])[-1]}); "
-                "check that it is a complete GGUF file, or remove `requantise:`."
-            )
+    command = [sys.executable, "-c", _REQUANTISE, str(source), str(target)]
+    outcome = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if outcome.returncode:
+        reasons = [line.strip() for line in outcome.stderr.splitlines() if "failed" in line]
+        raise ModelLoadError(
+            f"{source}: cannot be requantised to Q4_0 ({(reasons or ['llama.cpp refused'])[-1]}); "
+            "check that it is a complete GGUF file, or remove `requantise:`."
+        )

@@ -7,6 +7,7 @@ llama.cpp; `KVCache.check` compares them.
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import chain, count, islice
 
@@ -41,12 +42,11 @@ class KVCache:
         self._held: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._cells = count()
         # By cell, how many slots hold it, and how many of these are pinned; without those that none does.
-        self._holders: dict[int, int] = {}
-        self._pins: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()
+        self._pins: Counter[int] = Counter()
         self._pinned = [False] * self.n_slots
         self._owner: list[Owner] = [("", "")] * self.n_slots
-        # By slot, the position and the token of each alternative of the last pass.
-        self._alternatives: dict[int, list[tuple[int, int]]] = {}
+        self._last_rows: list[Row] = []  # of the last pass, whose alternatives may be adopted
 
     @property
     def free_cells(self) -> int:
@@ -73,7 +73,7 @@ class KVCache:
 
     def pin(self, slot: int) -> None:
         self._pinned[slot] = True
-        _add(self._pins, self._held[slot])
+        self._pins.update(self._held[slot])
 
     def unpin(self, slot: int) -> None:
         self._pinned[slot] = False
@@ -122,11 +122,9 @@ class KVCache:
         if any(self._start):
             shifted = [row._replace(position=row.position - self._start[row.slot]) for row in rows]
         logits = self.engine.forward(shifted)
-        self._alternatives = {}
+        self._last_rows = rows
         for row in rows:
-            if row.alternative:
-                self._alternatives.setdefault(row.slot, []).append((row.position, row.token))
-            else:
+            if not row.alternative:
                 self._append(row.slot, [row.token])
         return logits
 
@@ -135,7 +133,6 @@ class KVCache:
         kept = max(0, end - self._start[slot])
         self.engine.truncate(slot, kept)
         self._drop(slot, min(kept, self.engine.cached_len(slot)))
-        self._alternatives.pop(slot, None)
         if not self._tokens[slot]:
             self._start[slot] = 0
 
@@ -151,14 +148,13 @@ class KVCache:
         length = self.engine.cached_len(destination)
         self._start[destination] = self._start[source]
         self._hold(destination, self._tokens[source][:length], self._held[source][:length])
-        self._alternatives.pop(destination, None)
 
     def adopt(self, slot: int, number: int) -> None:
         """Let a slot end with one of its alternatives of the last pass; see `Engine.adopt`."""
-        position, token = self._alternatives.pop(slot)[number]
         self.engine.adopt(slot, number)
-        self._drop(slot, position - self._start[slot])
-        self._append(slot, [token])
+        row = [row for row in self._last_rows if row.slot == slot and row.alternative][number]
+        self._drop(slot, row.position - self._start[slot])
+        self._append(slot, [row.token])
 
     def tokens(self, slot: int) -> list[int]:
         """A copy of the tokens that a slot holds, from position `start` on."""
@@ -170,7 +166,6 @@ class KVCache:
             raise EngineError(f"{len(tokens)} tokens do not fit into {self.free_cells} free cells of the KV cache.")
         self.engine.load(slot, saved)
         self._append(slot, tokens)
-        self._alternatives.pop(slot, None)
 
     def check(self) -> bool:
         """Whether the engine holds as many tokens in every slot as this record says; slots that differ are emptied."""
@@ -187,9 +182,9 @@ class KVCache:
     def _hold(self, slot: int, tokens: list[int], cells: list[int]) -> None:
         self._tokens[slot] += tokens
         self._held[slot] += cells
-        _add(self._holders, cells)
+        self._holders.update(cells)
         if self._pinned[slot]:
-            _add(self._pins, cells)
+            self._pins.update(cells)
 
     def _drop(self, slot: int, kept: int) -> None:
         """Note that a slot holds only the first `kept` of its tokens."""
@@ -200,12 +195,7 @@ class KVCache:
         del self._tokens[slot][kept:], self._held[slot][kept:]
 
 
-def _add(counts: dict[int, int], cells: list[int]) -> None:
-    for cell in cells:
-        counts[cell] = counts.get(cell, 0) + 1
-
-
-def _remove(counts: dict[int, int], cells: list[int]) -> None:
+def _remove(counts: Counter[int], cells: list[int]) -> None:
     for cell in cells:
         if counts[cell] > 1:
             counts[cell] -= 1

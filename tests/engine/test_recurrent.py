@@ -16,7 +16,7 @@ from specserve.engine import recurrent
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel
 from specserve.engine.recurrent import RecurrentEngine
-from specserve.errors import EngineError
+from specserve.errors import ModelLoadError
 from test_cache_walk import EngineWalk
 from test_concurrent import random_requests, run_concurrently
 from tiny_models import HYBRID, WIDTH
@@ -205,15 +205,15 @@ def test_only_a_whole_cached_text_is_a_prefix(pair: Pair) -> None:
         assert pair.complete(sequence.prompt, **fields).sequence.answer == sequence.answer
 
 
-def test_an_engine_that_only_measures_is_closed_if_a_pass_fails(
+def test_a_context_that_only_measures_is_freed_if_a_pass_fails(
     files: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> int:
-        raise EngineError("It failed.")
-
-    monkeypatch.setattr(RecurrentEngine, "state_bytes", fail)
+    monkeypatch.setattr(llama_cpp, "llama_decode", lambda *_: -1)
     model = LlamaModel(files.path(HYBRID, "target"))
-    with patch.object(llama_cpp, "llama_free", wraps=llama_cpp.llama_free) as free, pytest.raises(EngineError):
+    with (
+        patch.object(llama_cpp, "llama_free", wraps=llama_cpp.llama_free) as free,
+        pytest.raises(ModelLoadError, match="its first forward pass failed"),
+    ):
         recurrent.earlier_states(model, 3)
     assert free.call_count == 1
     model.close()
@@ -226,7 +226,7 @@ def test_as_many_states_are_kept_as_their_memory_allows_and_all_are_counted(
     target: Any = pair.vocabulary
     engine.truncate(0, 0)
     engine.forward([Row(1, 0, 0, wants_logits=False)])
-    state = engine.state_bytes(0)
+    state = llama_cpp.llama_state_seq_get_size_ext(engine._context, 0, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
     assert state > 100
     # Keys and values of one layer, with half as many heads; llama.cpp adds each token's position.
     assert 0 <= recurrent.cell_values(target) - WIDTH <= 16

@@ -17,8 +17,7 @@ from specserve.engine.llama_model import NO_GENERATOR, LlamaModel, trying
 from specserve.engine.thread_pool import ThreadPool
 from specserve.errors import EngineError, ModelLoadError
 
-# Types of ggml.h, which llama-cpp-python does not export.
-_TYPES: dict[CacheType, int] = {"f16": 1, "q8_0": 8}
+_TYPES: dict[CacheType, int] = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
 # Tokens of the passes that try a model.
 _TRIED = 4
 

@@ -1,7 +1,6 @@
 """A llama.cpp context of a model with recurrent layers, alone (Mamba 2) or beside attention (Qwen3.5, LFM2)."""
 
 from collections.abc import Callable
-from contextlib import closing
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,11 +9,14 @@ import numpy as np
 
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
-from specserve.engine.llama_model import LlamaModel
+from specserve.engine.llama_model import LlamaModel, trying
+from specserve.errors import ModelLoadError
 
 # The most tokens that a slot can go back, and the most memory in bytes that earlier states of all slots may take.
 # Assumptions, which no command prints.
 _ROLLBACK, _STATES = 7, 2**30
+# What is saved of a sequence: its last state, without its keys and values.
+_STATE = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class RecurrentEngine(LlamaEngine):
@@ -95,10 +97,6 @@ class RecurrentEngine(LlamaEngine):
         # They share a state now.
         self._removable[source] = self._removable[destination] = 0
 
-    def state_bytes(self, slot: int, *, flags: int = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) -> int:
-        """The size of the last state of a slot that is not empty; without flags also of its keys and values."""
-        return int(llama_cpp.llama_state_seq_get_size_ext(self._context, slot, flags))
-
 
 class _Sizes(NamedTuple):
     state: int  # in bytes
@@ -126,11 +124,20 @@ def cell_values(model: LlamaModel) -> int:
 @cache
 def _sizes(model: LlamaModel) -> _Sizes:
     """What metadata do not tell of all architectures: which layers are recurrent, llama.cpp may know alone."""
-    engine = RecurrentEngine(model, n_slots=1, context_length=64, threads=1, max_rows=64, max_logits=1, states=1)
-    with closing(engine):
-        sizes = []
-        for position in range(2):
-            engine.forward([Row(0, 0, position, wants_logits=False)])
-            sizes.append(engine.state_bytes(0, flags=0))
-        # Of two bytes each; Mamba 2 has none.
-        return _Sizes(engine.state_bytes(0), max(1, (sizes[1] - sizes[0]) // 2), engine.rollback > 0)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 64
+    params.n_rs_seq = params.n_threads = params.n_threads_batch = 1
+    token, sizes = (llama_cpp.llama_token * 1)(), []
+    with trying(model.path):
+        context = llama_cpp.llama_init_from_model(model.pointer, params)
+        try:
+            for _ in range(2):
+                if context is None or llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(token, 1)) != 0:
+                    raise ModelLoadError(f"{model.path}: its first forward pass failed.")
+                sizes.append([int(llama_cpp.llama_state_seq_get_size_ext(context, 0, flags)) for flags in (_STATE, 0)])
+            goes_back = llama_cpp.llama_n_rs_seq(context) > 0
+        finally:
+            llama_cpp.llama_free(context)
+    (state, before), (_, after) = sizes
+    # Of two bytes each; Mamba 2 has none.
+    return _Sizes(state, max(1, (after - before) // 2), goes_back)

@@ -309,13 +309,14 @@ DANGLING: list[dict[str, Any]] = [
     {"$id": "http://localhost/", "$ref": "x.json"},
     {"items": {"$id": "http://localhost/x", "$ref": "#/items/$defs/a", "$defs": {"a": {}}}},
     {"$ref": "#/default", "default": {"type": "null"}},
-    {"items": [{"const": 1}], "additionalItems": {"$ref": "#/items/0"}},
-    {"items": [{"$ref": "#/additionalItems"}], "additionalItems": {"const": 1}},
-    {"properties": {"a": {"$ref": "#/anyOf/0"}}, "anyOf": [{"required": ["a"]}], "oneOf": [{"type": "object"}]},
+    {"items": {"$ref": "#/items/x/default", "x": {"default": {"type": "null"}}}},
     {"$ref": "#n", "$defs": {"b": {"$anchor": "n", "const": 1}}},
 ]
 UNSUPPORTED: list[Any] = [
-    *(({"$defs": {"a": {key: value}}}, f"'{key}' is not supported") for key, value in ASSERTIONS.items()),
+    *(
+        ({"$ref": "#/$defs/a", "$defs": {"a": {key: value}}}, f"'{key}' is not supported")
+        for key, value in ASSERTIONS.items()
+    ),
     *((schema, "leads to no subschema") for schema in DANGLING),
     ({"if": {}, "then": {}}, "'if' is not supported"),
     ({"x-guidance": {"lenient": True}, "not": {}}, "'not' is not supported"),
@@ -388,8 +389,17 @@ ACCEPTED: list[Any] = [
     ({"properties": {"a": {"$ref": "#/b"}, "b": {"$id": "x"}}, "b": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
     ({"$ref": "#/kept here/n~1", "kept here": {"n/": {"const": 1}}}, ["1"], ["2"]),
     ({"$ref": "#/n", "n": {"properties": {"a": {"$ref": "#/m"}}}, "m": {"const": 1}}, ['{"a":1}'], ['{"a":2}']),
+    # What a reference leads to is a copy of what stands there, however that is reworded.
+    ({"items": [{"const": 1}], "additionalItems": {"$ref": "#/items/0"}}, ["[1, 1]"], ["[1, 2]", "[2]"]),
+    ({"items": [{"$ref": "#/additionalItems"}], "additionalItems": {"const": 1}}, ["[1]", "[1, 1]"], ["[2]"]),
+    ({"oneOf": [{"const": 1}, {"items": {"$ref": "#/oneOf/0"}, "type": "array"}]}, ["1", "[1]"], ["2", "[2]"]),
+    ({"properties": {"default": {"const": 1}, "a": {"$ref": "#/properties/default"}}}, ['{"a":1}'], ['{"a":2}']),
+    ({"$defs": {"unused": {"not": {"type": "string"}}}, "const": 1}, ["1"], ["2"]),
     (A_NEEDS_B, ["{}", '{"b":1}', '{"a":1,"b":2}', '{"c":1}'], ['{"a":1}', '{"a":1,"c":1}']),
-    ({"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"}, ['{"b":1,"a":1}'], ['{"a":1}', "{}"]),
+    ({"dependentRequired": {"a": ["b"]}, "required": ["a"], "type": "object"}, ['{"a":1,"b":1}'], ['{"a":1}', "{}"]),
+    # In the order of the schema.
+    ({"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}, ['{"a":1,"b":1}'], ['{"b":1,"a":1}']),
+    ({"allOf": [{"properties": {"b": {}}}], "properties": {"a": {}}}, ['{"b":1,"a":1}'], ['{"a":1,"b":1}']),
     # With escapes it would still be the property "a", with a value that "a" may not have.
     ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"a":1}'], ['{"\\u0061":2}', '{"a":2}']),
     ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),

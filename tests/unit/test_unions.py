@@ -44,6 +44,7 @@ BLACK, WHITE = (
     {**CAT, "properties": {"kind": {"const": "cat"}, "lives": {"const": colour}}, "required": ["lives"]}
     for colour in ("black", "white")
 )
+EITHER = {"oneOf": [{"required": ["x"]}, {"required": ["y"]}]}
 NUMBERS = {"oneOf": [{"type": "number"}, INTEGER]}
 BRANCHING = {"left": {"$ref": "#/$defs/union"}, "kind": {"const": "tree"}}
 TREE = {"type": "object", "properties": BRANCHING, "required": ["left", "kind"]}
@@ -78,6 +79,12 @@ def test_exclusive_branches_are_taken() -> None:
             {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b", "c"]}, {"required": ["a", "d"]}]},
             [{"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1, "d": 1}],
             [{}, {"b": 1}, {"a": 1, "d": 1}, {"a": 1, "b": 1, "c": 1}],
+        ),
+        # Where it stands, and where a reference leads to it.
+        (
+            {"properties": {"a": EITHER, "b": {"$ref": "#/properties/a"}}},
+            [{"a": {"x": 1}}, {"b": {"y": 1}}],
+            [{"a": {"x": 1, "y": 1}}, {"b": {"x": 1, "y": 1}}],
         ),
     ):
         constraint = COMPILER.json_schema(schema)

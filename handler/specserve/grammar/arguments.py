@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from specserve.grammar.keywords import pointed
+from specserve.grammar.keywords import along
 
 # What stands in a form for an argument's key, its value, and optional whitespace.
 KEY, VALUE, SPACE = "KEY", "VALUE", "~"
@@ -23,7 +23,7 @@ _TYPES[type(None)] = "null"
 _ALL = frozenset(_TYPES.values())
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _WORDS = {"True": True, "False": False, "None": None}
-_DEFINITIONS = {"$defs", "definitions", "x-guidance"}
+_SHARED = {"$defs", "x-guidance"}
 # Around the lists and objects that each kind of notation spells value by value; others are JSON.
 _BRACKETS = {
     "raw": {},
@@ -283,15 +283,13 @@ class ArgumentsGrammar:
         return f"{self._rule(f'/{text}{before}/')} <[{rest}"
 
     def _json(self, schema: Schema) -> str:
-        """Return what spells JSON by a part of the schema, in which references lead to the whole one."""
-        part = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-        options = {"x-guidance": self._root["x-guidance"]} if "x-guidance" in self._root else {}
-        if '"$ref"' in json.dumps(part):
-            part = {**_moved(part), "$defs": {"root": _moved(self._root)}}
-        return self._rule("%json " + json.dumps({**options, **part}))
+        """Return what spells JSON by a part of the schema."""
+        keys = ("x-guidance", "$defs") if '"$ref"' in json.dumps(schema) else ("x-guidance",)
+        shared = {key: self._root[key] for key in keys if key in self._root}
+        return self._rule("%json " + json.dumps({**shared, **schema}))
 
     def _note(self, schema: Schema, *followed: str) -> None:
-        self.unasserted |= dict.fromkeys(key for key in schema if key not in {"type", *followed, *_DEFINITIONS})
+        self.unasserted |= dict.fromkeys(key for key in schema if key not in {"type", *followed, *_SHARED})
 
 
 def _quoted(text: str) -> str:
@@ -355,16 +353,6 @@ def _resolved(schema: Schema, root: Schema) -> Schema:
     for _ in range(_MAX_DEPTH):
         if not isinstance(reference := schema.get("$ref"), str):
             return schema
-        place = pointed(root, unquote(reference))
+        *_, place = along(root, unquote(reference))
         schema = place if isinstance(place, dict) else {}
     return {}
-
-
-def _moved(schema: Any) -> Any:
-    """Return a schema whose references lead to its root at `$defs/root`."""
-    if isinstance(schema, list):
-        return [*map(_moved, schema)]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(part) for key, part in schema.items() if key != "x-guidance"}
-    return moved | ({"$ref": "#/$defs/root" + moved["$ref"][1:]} if isinstance(moved.get("$ref"), str) else {})

@@ -126,7 +126,10 @@ class GrammarCompiler:
                 readings = _readings(name, schema, syntax, strict=name in strict)
                 read[name] = self._compilable(name, readings, lark)
             call = self._constraint(lark(read), "tools", "tools", is_json=False)
-        call.relaxed = _names({name: schema.relaxed for name, schema in read.items()})
+        names = [f"tools.{name}.{key}" for name, schema in read.items() for key in schema.relaxed]
+        if len(names) > _MAX_NAMES:
+            names = sorted({f"tools.{key}" for schema in read.values() for key in schema.relaxed})
+        call.relaxed = tuple(names)
         if not is_free:
             return call
         return CallConstraint(
@@ -219,7 +222,6 @@ class GrammarCompiler:
 class _Pieces:
     """The tokenizer interface that llguidance expects: the bytes of every token."""
 
-    special_token_ids: tuple[int, ...] = ()
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -234,7 +236,7 @@ class _Pieces:
 
 
 def _with_options(schema: ReadSchema, options: Mapping[str, Any]) -> str:
-    return json.dumps({"x-guidance": options})[:-1] + (", " if schema.text != "{}" else "") + schema.text[1:]
+    return json.dumps({"x-guidance": options})[:-1] + ", " + schema.text[1:]
 
 
 def _read(schema: dict[str, Any], what: str, param: str) -> ReadSchema:
@@ -277,14 +279,6 @@ def _check_size(tools: Mapping[str, ReadSchema]) -> None:
         raise _refusal("tools", f"they have more than {MAX_SUBSCHEMAS} subschemas together", "tools")
     if sum(len(schema.text) for schema in tools.values()) > MAX_TEXT:
         raise _refusal("tools", f"they have more than {MAX_TEXT // 1024} KiB of schemas together", "tools")
-
-
-def _names(relaxed: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """Name keywords with their tools, or if they are many without."""
-    names = [f"tools.{tool}.{key}" for tool, keys in relaxed.items() for key in keys]
-    if len(names) > _MAX_NAMES:
-        names = sorted({f"tools.{key}" for keys in relaxed.values() for key in keys})
-    return tuple(names)
 
 
 def _refusal(what: str, reason: object, param: str) -> RequestError:

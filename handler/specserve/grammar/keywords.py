@@ -6,7 +6,8 @@ from typing import Any
 
 # Keywords whose values are, or hold, subschemas.
 IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+IN_MAPS = frozenset({"properties", "patternProperties"})
+NAMED = IN_MAPS | {"$defs", "definitions"}  # whose subschemas have names
 SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
 JOINABLE = frozenset({"anyOf", "oneOf", "allOf", "$ref", "enum", "const"})
 # Keywords whose values hold none: numbers that count something, which may be written as 2.0, and all others.
@@ -46,12 +47,8 @@ _UNSPELLED_IN_PATTERN = re.compile(
 _NEGATED_CLASS = re.compile(r"(?<!\\)\[\^[^\]]*\]?")
 
 # Formats that JSON Schema defines and llguidance 1.9 does not know; others that it does not know are annotations.
-UNSUPPORTED_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference"}) | {
-    "uri-template",
-    "json-pointer",
-    "relative-json-pointer",
-    "regex",
-}
+UNSUPPORTED_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"}
+UNSUPPORTED_FORMATS |= {"json-pointer", "relative-json-pointer", "regex"}
 # Those that it knows, and names of the third draft.
 FORMATS = {name: name for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")} | {"ip-address": "ipv4"}
 # Those that it takes too widely: it knows no leap years, and allows a leap second at any hour (here there is none), and
@@ -79,21 +76,22 @@ def misshapen(key: str, value: Any) -> str:
     return "strings" if key in {"type", "required"} and not all(isinstance(name, str) for name in value) else ""
 
 
-def pointed(root: Any, pointer: str) -> Any:
-    """Return what a JSON pointer leads to, None if it leads nowhere."""
+def along(root: Any, pointer: str) -> list[Any]:
+    """Return what stands along a JSON pointer, from the root on; None for what is nowhere."""
+    found = [root]
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         try:
-            root = root[int(name) if isinstance(root, list) else name]
+            found.append(found[-1][int(name) if isinstance(found[-1], list) else name])
         except (LookupError, TypeError, ValueError):
-            return None
-    return root
+            found.append(None)
+    return found
 
 
 def types_of(schema: dict[str, Any]) -> Sequence[Any]:
     """Return the types of a schema, all if it names none."""
-    types = schema.get("type", ("string", "object", "array"))
-    return types if isinstance(types, str | list | tuple) else ()
+    types: Sequence[Any] = schema.get("type", ("string", "object", "array"))
+    return types
 
 
 def is_unspelled(key: str, value: Any) -> bool:

@@ -2,9 +2,10 @@
 
 import json
 from decimal import Decimal
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from specserve.errors import Unusable
 from specserve.grammar import keywords
@@ -49,9 +50,9 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
         reader.resolve()
         reader.check_cost()
         reader.check_unions()
-        if reader.elsewhere:
-            read["$defs"] = {**read.get("$defs", {}), **reader.elsewhere}
-        text = json.dumps(read, allow_nan=False)
+        definitions = {reference.removeprefix("#/$defs/"): target for reference, target in reader.targets.items()}
+        # Last, always: the compiler removes its options and moves the last keyword to their place, the first.
+        text = json.dumps({**read, "$defs": definitions}, allow_nan=False)
     except RecursionError:
         raise Unusable("it is too deeply nested") from None
     except ValueError:
@@ -62,23 +63,21 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
 
 
 class _Reader:
-    """Copies the assertions of a schema."""
+    """Copies the assertions of a schema, and into `$defs` what its references lead to."""
 
     def __init__(self, schema: dict[str, Any], *, relaxes: bool, without: frozenset[str]) -> None:
         self._root = schema
         self._relaxes = relaxes
         self._without = without
-        # Copies of the subschemas by JSON pointer, and those to which only references lead.
-        self.copies: dict[str, Any] = {}
-        self.elsewhere: dict[str, Any] = {}
+        self.copies: list[Any] = []  # of all subschemas
         # Keywords that were left out, in their order.
         self.relaxed: dict[str, None] = {}
+        # By reference in the copies, what it leads to.
+        self.targets: dict[str, Any] = {}
+        # JSON pointers and copies of subschemas with a reference.
         self._references: list[tuple[str, dict[str, Any]]] = []
-        # The subschemas that each `$ref` leads to; by JSON pointer those with `oneOf`, and OpenAPI's discriminator.
-        self._targets: dict[str, Any] = {}
-        self._unions: dict[str, tuple[dict[str, Any], Any]] = {}
-        # JSON pointers of subschemas with an `$id`, from which references below them start.
-        self._identified: set[str] = set()
+        # The same of those with `oneOf`, and OpenAPI's discriminator.
+        self._unions: list[tuple[str, dict[str, Any], Any]] = []
 
     def _refuse(self, reason: str, schema: dict[str, Any], *names: str) -> None:
         """Refuse keywords of a subschema, or leave them out where that may be."""
@@ -92,23 +91,19 @@ class _Reader:
         # Schema generators spell "nothing" this way.
         is_nothing = pointer and isinstance(schema, dict) and schema.get("not", False) in (True, {})
         copy: Any = False if is_nothing else {} if isinstance(schema, dict) else schema
-        self.copies[pointer] = copy
+        self.copies.append(copy)
         if len(self.copies) > MAX_SUBSCHEMAS:
             raise Unusable(f"it has more than {MAX_SUBSCHEMAS} subschemas")
         if len(pointer) > _MAX_POINTER:
             raise Unusable("the names of its nested properties are too long")
         if not isinstance(copy, dict):
             return copy
-        identity = schema.get("$id", schema.get("id"))
-        if pointer and isinstance(identity, str) and not identity.startswith("#"):
-            self._identified.add(pointer)
-
         self._copy_keywords(schema, copy, pointer)
-        self._check(copy, pointer)
+        self._check(copy)
         if "$ref" in copy:
             self._references.append((pointer, copy))
         if isinstance(schema.get("oneOf"), list):
-            self._unions[pointer] = copy, schema.get("discriminator")
+            self._unions.append((pointer, copy, schema.get("discriminator")))
         return copy
 
     def _copy_keywords(self, schema: dict[str, Any], copy: dict[str, Any], pointer: str) -> None:
@@ -131,7 +126,8 @@ class _Reader:
 
     def _keyword(self, key: str, value: Any, pointer: str) -> Any:
         if key in keywords.IN_MAPS:
-            return {name: self.read(part, f"{pointer}/{_escaped(name)}") for name, part in value.items()}
+            steps = {name: name.replace("~", "~0").replace("/", "~1") for name in value}
+            return {name: self.read(value[name], f"{pointer}/{step}") for name, step in steps.items()}
         if key in keywords.IN_LISTS or (key == "items" and isinstance(value, list)):
             return [self.read(part, f"{pointer}/{index}") for index, part in enumerate(value)]
         if key in keywords.COUNTS and isinstance(value, float) and value.is_integer():
@@ -150,7 +146,7 @@ class _Reader:
         # Either the property is absent, or the properties that it requires are present.
         return [{"anyOf": [{"properties": {n: False}}, {"required": names}]} for n, names in needed.items()]
 
-    def _check(self, schema: dict[str, Any], pointer: str) -> None:
+    def _check(self, schema: dict[str, Any]) -> None:
         """Refuse what the compiler would misread."""
         others = schema.pop("additionalItems", True)
         if isinstance(schema.get("items"), list):
@@ -169,10 +165,10 @@ class _Reader:
             self._refuse("", schema, "pattern")
         if self._relaxes and any(map(keywords.LOOKS_AROUND.search, schema.get("patternProperties", {}))):
             self._refuse("", schema, "patternProperties", "additionalProperties")
-        self._check_format(schema, pointer)
+        self._check_format(schema)
         self._check_counted(schema)
 
-    def _check_format(self, schema: dict[str, Any], pointer: str) -> None:
+    def _check_format(self, schema: dict[str, Any]) -> None:
         """Turn a format that the compiler takes too widely into a pattern, and remove one that is an annotation."""
         form = schema.pop("format", None)
         if not isinstance(form, str) or "string" not in keywords.types_of(schema):
@@ -184,7 +180,7 @@ class _Reader:
         elif form in keywords.PATTERNS:
             part = dict(keywords.PATTERNS[form])
             if part.keys() & schema.keys():
-                self.copies[f"{pointer}/format"] = part
+                self.copies.append(part)
                 schema["allOf"] = [*schema.get("allOf", []), part]
             else:
                 schema.update(part)
@@ -205,7 +201,7 @@ class _Reader:
             schema["minProperties"] = len(names) + 1
 
     def check_cost(self) -> None:
-        schemas = [schema for schema in self.copies.values() if isinstance(schema, dict)]
+        schemas = [schema for schema in self.copies if isinstance(schema, dict)]
         joins = any(map(_joins, schemas))
         named = [len(schema.get("properties", {})) for schema in schemas]
         by_pattern = sum(len(schema.get("patternProperties", {})) for schema in schemas)
@@ -224,32 +220,27 @@ class _Reader:
             raise Unusable("'multipleOf' has too many digits")
 
     def resolve(self) -> None:
-        """Replace each reference by a pointer from the root."""
+        """Copy what references lead to, and replace each by one to the copy."""
+        names: dict[str, str] = {}
         # Reading what one leads to may append further ones.
         for place, schema in self._references:
-            reference, steps = schema["$ref"], place.split("/")
+            reference = schema["$ref"]
             pointer = unquote(reference.removeprefix("#"))
-            is_below = any("/".join(steps[: n + 1]) in self._identified for n in range(len(steps)))
-            is_pointer = (reference + "/").startswith("#/") and not is_below
-            if is_pointer and self._leads(pointer):
-                inside = f"/$defs/{_escaped(pointer)}" if pointer in self.elsewhere else pointer
-                schema["$ref"] = "#" + quote(inside, safe="/~")
-                self._targets[schema["$ref"]] = self.copies[pointer]
-            else:
+            *_, target = keywords.along(self._root, pointer)
+            steps = pairwise(pointer.split("/"))
+            is_value = any(step in keywords.NO_SCHEMAS and before not in keywords.NAMED for before, step in steps)
+            # Below an `$id` references start from there.
+            above = (schema for schema in keywords.along(self._root, place)[1:] if isinstance(schema, dict))
+            identities = (schema.get("$id", schema.get("id")) for schema in above)
+            is_below = any(isinstance(identity, str) and identity[:1] != "#" for identity in identities)
+            is_pointer = (reference + "/").startswith("#/") and not is_value and not is_below
+            if not is_pointer or not isinstance(target, dict | bool):
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
-
-    def _leads(self, pointer: str) -> bool:
-        """Whether a pointer leads to a subschema that stands there in the copy, too, or is copied elsewhere now.
-
-        Many schemas keep what references lead to below an unknown keyword.
-        """
-        if pointer in self.copies:
-            return pointer in self.elsewhere or keywords.pointed(self.copies[""], pointer) is self.copies[pointer]
-        value = keywords.pointed(self._root, pointer)
-        if not isinstance(value, dict) or keywords.NO_SCHEMAS & {*pointer.split("/")}:
-            return False
-        self.elsewhere[pointer] = self.read(value, pointer)
-        return True
+                continue
+            if pointer not in names:
+                names[pointer] = f"#/$defs/{len(names)}"
+                self.targets[names[pointer]] = self.read(target, pointer)
+            schema["$ref"] = names[pointer]
 
     def check_unions(self) -> None:
         """Refuse each `oneOf`, by now an `anyOf`, of which a value might satisfy two branches.
@@ -258,11 +249,11 @@ class _Reader:
         pydantic's tags with a default, answers have it all the same: pydantic takes none without, and branches may
         overlap.
         """
-        exclusion = Exclusion(self._targets)
+        exclusion = Exclusion(self.targets)
         # Of branches that are relaxed, several may take a value that one of them took before.
         is_exact = not self.relaxed
         untagged: list[tuple[dict[str, Any], str]] = []
-        for pointer, (schema, discriminator) in self._unions.items():
+        for pointer, schema, discriminator in self._unions:
             tag = discriminator.get("propertyName", "") if isinstance(discriminator, dict) else ""
             tagged = exclusion.naming(tag, schema["anyOf"]) if isinstance(tag, str) else []
             if is_exact and (branches := exactly_one_present(schema["anyOf"])):
@@ -284,8 +275,4 @@ def _joins(schema: dict[str, Any]) -> bool:
     """Whether a schema has subschemas that hold for the same value."""
     joined = [(key, schema[key]) for key in keywords.JOINABLE & schema.keys() if schema[key]]
     parts = sum(len(value) if key == "allOf" else 1 for key, value in joined)
-    return parts + bool(schema.keys() - keywords.JOINABLE - {"type", "$defs", "definitions"}) > 1
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
+    return parts + bool(schema.keys() - keywords.JOINABLE - {"type"}) > 1

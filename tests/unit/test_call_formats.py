@@ -355,6 +355,24 @@ def test_an_argument_that_comes_in_pieces_is_read_once(monkeypatch: pytest.Monke
         assert unread < 20 * len(text)
 
 
+def test_references_hold_within_an_argument_that_is_json() -> None:
+    tags, trees = ({"type": "array", "items": {"$ref": reference}} for reference in ("#/$defs/tag", "#"))
+    properties = {"tags": {"$ref": "#/$defs/tags"}, "trees": trees}
+    closed = {"type": "object", "additionalProperties": False}
+    tool = {**closed, "properties": properties, "$defs": {"tags": tags, "tag": {"enum": ["a", "b"]}}}
+    vocabulary, syntax = Pieces(BYTES), FORMATS["Qwen3-Coder"][1]
+    constraint: Any = GrammarCompiler(vocabulary).calls({"get": tool}, syntax, required=True, parallel=False)
+    assert constraint.relaxed == ()
+    for arguments, is_valid in (
+        ({"tags": ["a", "b"]}, True),
+        ({"tags": ["c"]}, False),
+        ({"trees": [{"tags": ["b"], "trees": []}]}, True),
+        ({"trees": [{"tags": ["c"]}]}, False),
+    ):
+        text = syntax.forms[0].write([{"name": "get", "arguments": arguments}])
+        assert follows(constraint.fork(), vocabulary.encode(text)) == is_valid, text
+
+
 def test_a_call_cut_off_that_is_sent_back_is_refused_by_a_sentence_where_the_template_needs_an_object() -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "get", "arguments": '{"city": "Ro'}}
     message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -44,7 +44,7 @@ def test_an_adopted_alternative_takes_the_place_of_what_follows() -> None:
     cache.forward([*drafts, Row(9, 0, 4, wants_logits=True, alternative=True)])
     assert cache.free_cells == 94
     cache.adopt(0, 0)
-    assert engine.cache[0] == [*TEXT[:4], 9]
+    assert engine.cache[0] == cache.tokens(0) == [*TEXT[:4], 9]
     assert (cache.num_computed_tokens(0), cache.free_cells) == (5, 95)
     assert cache.check()
 

@@ -373,6 +373,15 @@ def test_references_hold_within_an_argument_that_is_json() -> None:
         assert follows(constraint.fork(), vocabulary.encode(text)) == is_valid, text
 
 
+def test_an_argument_whose_schema_has_a_type_that_is_none_is_read() -> None:
+    """A tool without `strict` may have any schema."""
+    own, malformed = FORMATS["Qwen3-Coder"][1].forms[0], list[Any]([None, 5, {}, [[]], ["string", 5], "strnig"])
+    for named in malformed:
+        reader = AnswerReader([own], {"get": {"properties": {"city": {"type": named}}}})
+        text = own.write([{"name": "get", "arguments": {"city": "Rome"}}])
+        assert calls_of(reader.read(text, done=True)) == [("get", {"city": "Rome"})], named
+
+
 def test_a_call_cut_off_that_is_sent_back_is_refused_by_a_sentence_where_the_template_needs_an_object() -> None:
     call = {"id": "call00000", "type": "function", "function": {"name": "get", "arguments": '{"city": "Ro'}}
     message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}

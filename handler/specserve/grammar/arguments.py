@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from specserve.grammar.keywords import along
+from specserve.grammar.keywords import TYPES, along, types_of
 
 # What stands in a form for an argument's key, its value, and optional whitespace.
 KEY, VALUE, SPACE = "KEY", "VALUE", "~"
@@ -18,9 +18,6 @@ KEY, VALUE, SPACE = "KEY", "VALUE", "~"
 _MAX_DEPTH = 8
 # Characters of a key; what may be a longer one is read no further.
 _MAX_KEY = 256
-_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
-_TYPES[type(None)] = "null"
-_ALL = frozenset(_TYPES.values())
 _PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
 _WORDS = {"True": True, "False": False, "None": None}
 _SHARED = {"$defs", "x-guidance"}
@@ -224,7 +221,7 @@ class ArgumentsGrammar:
             yield from map(self._value, schema["anyOf"])
         else:
             types = _types(schema, self._root)
-            if self._notation.kind == "raw" and types == _ALL:
+            if self._notation.kind == "raw" and types == {*TYPES.values()}:
                 types = frozenset({"string"})
             self._depth += 1
             for name in sorted(types - ({"integer"} if "number" in types else set())):
@@ -331,16 +328,12 @@ def _types(schema: Any, root: Schema) -> frozenset[str]:
     types = set[str]()
     for part in _branches(schema, root):
         values = part.get("enum", [part["const"]] if "const" in part else None)
-        named = part.get("type", [*_ALL])
-        if isinstance(values, list):
-            types |= set(map(_type, values))
-        else:
-            types |= {name for name in ([named] if isinstance(named, str) else named) if name in [*_ALL]}
+        types |= set(map(_type, values)) if isinstance(values, list) else types_of(part)
     return frozenset(types | {"integer"} if "number" in types else types)
 
 
 def _type(value: Any) -> str:
-    return _TYPES.get(type(value), "")
+    return TYPES.get(type(value), "")
 
 
 def _pattern(form: str) -> str:

@@ -1,9 +1,12 @@
 """The keywords and string formats of JSON Schema: which hold subschemas, which assert anything, which are supported."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+# The JSON types of Python's values.
+TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+TYPES[type(None)] = "null"
 # Keywords whose values are, or hold, subschemas.
 IN_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 IN_MAPS = frozenset({"properties", "patternProperties"})
@@ -88,10 +91,12 @@ def along(root: Any, pointer: str) -> list[Any]:
     return found
 
 
-def types_of(schema: dict[str, Any]) -> Sequence[Any]:
-    """Return the types of a schema, all if it names none."""
-    types: Sequence[Any] = schema.get("type", ("string", "object", "array"))
-    return types
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema names, all if it names none; a number may be an integer."""
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else TYPES.values()
+    types = frozenset(name for name in names if name in [*TYPES.values()])
+    return types | {"integer"} if "number" in types else types
 
 
 def is_unspelled(key: str, value: Any) -> bool:

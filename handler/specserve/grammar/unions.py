@@ -4,6 +4,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from specserve.grammar import keywords
+
 # Schemas that all proofs of one request examine: about 0.2 s.
 _MAX_EXAMINED = 100_000
 # Alternatives within alternatives, and properties within properties, that a proof looks into.
@@ -12,8 +14,8 @@ _MAX_DEPTH = 8
 _MAX_BRANCHES = 1000
 # Properties that "exactly one of these is present" may name.
 _MAX_NAMES = 12
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+_KINDS = keywords.TYPES | {int: "number"}
+_TYPES = frozenset(_KINDS.values())
 
 
 class Exclusion:
@@ -84,8 +86,7 @@ class Exclusion:
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows; integers are numbers."""
-    named = schema.get("type", [*_TYPES])
-    return frozenset("number" if name == "integer" else name for name in ([named] if isinstance(named, str) else named))
+    return frozenset("number" if name == "integer" else name for name in keywords.types_of(schema))
 
 
 def _listed(schema: dict[str, Any]) -> Iterator[frozenset[tuple[str, Hashable]]]:

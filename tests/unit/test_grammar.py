@@ -22,6 +22,7 @@ from specserve.engine.base import Vocabulary
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import ConstraintError, MaskDeferred, RequestError, Unusable
 from specserve.grammar import compiler as compiler_module
+from specserve.grammar import keywords
 from specserve.grammar.compiler import GrammarCompiler
 from specserve.grammar.constraint import Constraint
 from specserve.grammar.gbnf import gbnf_to_lark
@@ -434,6 +435,22 @@ def test_schema_accepts_valid_and_rejects_invalid_texts_of_any_draft() -> None:
         constraint = COMPILER.json_schema({"type": "string", "format": name})
         strings = f"{those} {others}".split()
         assert [text for text in strings if accepts(constraint, f'"{text}"')] == those.split(), name
+
+
+def test_what_many_references_lead_to_is_not_copied_beyond_the_longest_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leads to a place around the next one, or is another name of the same."""
+    looks = Mock(wraps=keywords.is_rounded)
+    monkeypatch.setattr(keywords, "is_rounded", looks)
+    inner: dict[str, Any] = {"enum": [f"word {n}" for n in range(10_000)]}
+    nested_names = ["#" + "/properties/a" * n for n in range(1, 50)]
+    for _ in nested_names:
+        inner = {"properties": {"a": inner}}
+    for references in (nested_names, ["#/properties/a/anyOf/" + "0" * n for n in range(1, 50)]):
+        wide = {"anyOf": [inner]} if "anyOf" in references[0] else inner["properties"]["a"]
+        properties = {"a": wide, **{f"b{n}": {"$ref": reference} for n, reference in enumerate(references)}}
+        looks.reset_mock()
+        check_refusal(COMPILER.json_schema, {"properties": properties}, "longer than 256 KiB", "response_format")
+        assert 1 < looks.call_count < 5
 
 
 def test_grammar_that_becomes_too_costly_fails_there_and_not_before() -> None:

@@ -15,6 +15,7 @@ from specserve.grammar.unions import Exclusion, exactly_one_present
 MAX_SUBSCHEMAS = 4000
 # Bytes of the schema as ASCII, without annotations.
 MAX_TEXT = 256 * 1024
+_TOO_LONG = f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations"
 # Characters of a JSON pointer; each subschema keeps its own until the schema is compiled.
 _MAX_POINTER = 4096
 # Compilation time grows at least quadratically with each of these, and no limit of the compiler bounds it: 64
@@ -58,7 +59,7 @@ def read_schema(schema: dict[str, Any], *, relaxes: bool = False, without: froze
     except ValueError:
         raise Unusable("it holds a number that JSON cannot spell") from None
     if len(text) > MAX_TEXT:
-        raise Unusable(f"it is longer than {MAX_TEXT // 1024} KiB, without its annotations")
+        raise Unusable(_TOO_LONG)
     return ReadSchema(text, len(reader.copies), tuple(reader.relaxed))
 
 
@@ -222,6 +223,7 @@ class _Reader:
     def resolve(self) -> None:
         """Copy what references lead to, and replace each by one to the copy."""
         names: dict[str, str] = {}
+        length = 0
         # Reading what one leads to may append further ones.
         for place, schema in self._references:
             reference = schema["$ref"]
@@ -239,7 +241,11 @@ class _Reader:
                 continue
             if pointer not in names:
                 names[pointer] = f"#/$defs/{len(names)}"
-                self.targets[names[pointer]] = self.read(target, pointer)
+                self.targets[names[pointer]] = copy = self.read(target, pointer)
+                # What references lead to may hold what other ones lead to, and so be copied often.
+                length += len(json.dumps(copy))
+                if length > MAX_TEXT:
+                    raise Unusable(_TOO_LONG)
             schema["$ref"] = names[pointer]
 
     def check_unions(self) -> None:

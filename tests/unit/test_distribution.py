@@ -1,6 +1,7 @@
 """The distribution that sampling parameters define for a row of logits, and drawing tokens from it."""
 
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -46,12 +47,15 @@ def reference_distribution(row: FloatArray, sampling: SamplingParams) -> FloatAr
 @settings(max_examples=200, deadline=None)
 @given(logits(), sampling_params)
 def test_distribution_equals_its_definition(row: FloatArray, sampling: SamplingParams) -> None:
-    """Up to rounding, by which the sum may reach top_p one token earlier or later."""
-    before = row.copy()
-    p, expected = to_distribution(row, sampling), reference_distribution(row, sampling)
+    """Up to rounding, by which `top_p` or `min_p` may be reached one token earlier or later."""
+    before, p = row.copy(), to_distribution(row, sampling)
     assert (row == before).all()
     assert p.sum() == pytest.approx(1)
-    assert np.allclose(p, expected, atol=1e-12) or abs(np.count_nonzero(p) - np.count_nonzero(expected)) == 1
+    nearly_equal = (
+        replace(sampling, top_p=sampling.top_p * top, min_p=sampling.min_p * least)
+        for top, least in product((1.0, 1 - 1e-10, 1 + 1e-10), repeat=2)
+    )
+    assert any(np.allclose(p, reference_distribution(row, params), atol=1e-9) for params in nearly_equal)
 
 
 def test_temperature_0_and_top_k_1_are_one_hot_at_the_first_largest_logit() -> None:

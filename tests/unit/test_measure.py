@@ -11,12 +11,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from measured_engine import MeasuredEngine
+from fake_engine import FakeEngine
 from specserve.engine.base import FloatArray, Row
 from specserve.speculation import measure as module
 from specserve.speculation.costs import CostTable, PassCosts
 from specserve.speculation.measure import kv_lengths, measure, measured_costs
+
+
+class MeasuredEngine(FakeEngine):
+    """A fake engine that counts its passes, and loads saved tokens at any position: their keys are not used."""
+
+    def __init__(self, n_slots: int = 1) -> None:
+        super().__init__(vocabulary=50, n_slots=n_slots)
+        self.passes = 0
+
+    def forward(self, rows: list[Row]) -> FloatArray:
+        self.passes += 1
+        return super().forward(rows)
+
+    def logits(self, context: list[int]) -> FloatArray:
+        return super().logits(context[:1])
+
+    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
+        assert saved.shape[1:] == (self.token_bytes,)
+        assert len(self.cache[slot]) + len(saved) <= self.slot_length
+        self.cache[slot] += [0] * len(saved)
 
 
 class Machine(MeasuredEngine):

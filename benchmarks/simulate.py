@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,6 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common import print_result, print_table
 from specserve.core.scheduler import Scheduler, max_wait
@@ -37,9 +36,9 @@ from specserve.speculation.drafters import Drafters
 from specserve.speculation.ngram import LookupProposer
 from specserve.speculation.policy import Controller
 
-# The fake vocabulary belongs to the tests.
+# The fakes belong to the tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from fake_engine import NoEndToken
+from fake_engine import FakeEngine, NoEndToken
 
 RECORDINGS = Path(__file__).parent / "recordings" / "coder-0.5b-1.5b.jsonl"
 CONTEXT = 4096
@@ -115,42 +114,26 @@ class Replay:
         return cls(recording, sequence, names)
 
 
-class ReplayEngine:
+class ReplayEngine(FakeEngine):
     """An engine that returns recorded logits and advances the clock by the cost of each pass.
 
     `replays` are all of them, also those that wait for a slot.
     """
 
-    max_rows = 128
-    max_logits = 64
-    max_alternatives = 8
-    slot_length = CONTEXT
-    token_bytes: int | None = None
-    rollback: int | None = None
-
     def __init__(
         self, replays: list[Replay], width: int, cost: PassCosts, clock: Clock, n_slots: int, *, draft: bool
     ) -> None:
+        super().__init__(vocabulary=width, n_slots=n_slots)
+        self.max_rows = 128
         self._replays = replays
         self._cost = cost
         self._clock = clock
         self._draft = draft
-        self._lengths = [0] * n_slots
-        self._alternatives: dict[int, list[int]] = {}
-        self.n_slots = n_slots
-        self.n_cells = n_slots * CONTEXT
-        self.width = width
-        self.cache = KVCache(self)
+        self.record = KVCache(self)
 
     def forward(self, rows: list[Row]) -> FloatArray:
-        counts = Counter(row.slot for row in rows)
-        self._clock.now += self._cost.seconds(len(rows), self.kv_len(counts))
-        self._alternatives = {}
-        for row in rows:
-            if row.alternative:
-                self._alternatives.setdefault(row.slot, []).append(row.position)
-            else:
-                self._lengths[row.slot] = row.position + 1
+        self._clock.now += self._cost.seconds(len(rows), self.kv_len(row.slot for row in rows))
+        super().forward([row._replace(wants_logits=False) for row in rows])
         # By slot, how many masks a row follows and is.
         masks: Counter[int] = Counter()
         logits = []
@@ -167,7 +150,7 @@ class ReplayEngine:
             self._replays[0],
         )
         recording = replay.recording
-        start = self.cache.start(asked.slot)
+        start = self.record.start(asked.slot)
         index = start + asked.position - (replay.sequence.prompt_length - 1)
         index = min(max(0, index), len(recording.answer) - 1)
         rank = recording.rank[index] if self._draft else 0
@@ -188,33 +171,6 @@ class ReplayEngine:
         for place, p in enumerate(choices):
             row[right if place == rank else next(wrong)] = math.log(min(p, 1 - 1e-6))
         return row
-
-    def cached_len(self, slot: int) -> int:
-        return self._lengths[slot]
-
-    def kv_len(self, slots: Iterable[int]) -> int:
-        return max((self._lengths[slot] for slot in slots), default=0)
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._lengths[slot] = min(self._lengths[slot], length)
-        self._alternatives.pop(slot, None)
-
-    def adopt(self, slot: int, number: int) -> None:
-        self._lengths[slot] = self._alternatives.pop(slot)[number] + 1
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        # What the draft model reads of two replays may be alike.
-        del source
-        self._lengths[destination] = length
-
-    def save(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
-        raise NotImplementedError
-
-    def load(self, slot: int, saved: NDArray[np.uint8]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
 
 
 class Simulation:
@@ -264,7 +220,7 @@ class Simulation:
             for table, is_draft in zip(self._tables, (False, True), strict=True)
         )
         model = DraftModel(
-            draft.cache,
+            draft.record,
             self._draft_cost,
             window=96,  # changes no draft here: all were recorded after 128 tokens
             max_rows=64,
@@ -273,7 +229,7 @@ class Simulation:
             mask_token=_MASK,
         )
         scheduler = Scheduler(
-            target.cache,
+            target.record,
             Drafters(
                 self._controller, LookupProposer(), model=model, vocabulary=width, end_tokens=(), clock=self._clock
             ),

@@ -132,10 +132,12 @@ def test_what_another_slot_holds_of_a_sequence_is_copied_from_the_one_that_holds
 
 
 def test_no_client_copies_what_another_one_s_slot_holds() -> None:
-    model, steps = model_and_steps(40, 40, max_rows=64)
-    steps[1].sequence.info = RequestInfo(client="other")
-    model.cache.claim(1, steps[1].sequence.info.owner)
-    assert [rows_read(model, step) for step in steps] == [[40], [40]]
+    """Its own it copies without the last token, whose logits are those that are drafted from."""
+    for client, read in (("", 1), ("other", 40)):
+        model, steps = model_and_steps(40, 40, max_rows=64)
+        steps[1].sequence.info = RequestInfo(client=client)
+        model.cache.claim(1, steps[1].sequence.info.owner)
+        assert [rows_read(model, step) for step in steps] == [[40], [read]]
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:

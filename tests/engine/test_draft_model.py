@@ -1,6 +1,7 @@
 """The draft model: draft prefill and copied prefixes, and failed passes; what else it cannot read: test_output.py."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +139,20 @@ def test_no_client_copies_what_another_one_s_slot_holds() -> None:
         steps[1].sequence.info = RequestInfo(client=client)
         model.cache.claim(1, steps[1].sequence.info.owner)
         assert [rows_read(model, step) for step in steps] == [[40], [read]]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_reused"),
+    [({"client": "a"}, True), ({}, False), ({"client": "a", "reuses_prefix": False}, False)],
+)
+def test_what_a_slot_holds_of_a_prompt_is_read_again_only_for_another_client_or_if_asked_for(
+    options: dict[str, Any], *, is_reused: bool
+) -> None:
+    pair, prompt = FakePair(slots=1), list(range(20))
+    pair.answer(prompt, client="a")
+    pair.draft.decoded.clear()
+    pair.answer(prompt, **options)
+    assert (0 not in {row.position for row in pair.draft.decoded}) == is_reused
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:

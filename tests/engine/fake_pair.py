@@ -74,6 +74,7 @@ class FakePair:
         # The mask is a token that the target does not have.
         mask = width if block_length > 1 else -1
         self.draft = FakeEngine(vocabulary=draft_width or width + (block_length > 1), n_slots=slots, blend=blend)
+        self.draft.slot_length = context
         target_cost, draft_cost = costs or (proportional(), proportional())
         self.target_cache, self.draft_cache = KVCache(self.target), KVCache(self.draft)
         model = DraftModel(

@@ -210,7 +210,7 @@ TOKENS = [(17 * position) % 200 + 20 for position in range(600)]
 
 
 class Slots:
-    """An engine of three slots, and what its passes return."""
+    """An engine of three slots, and what its passes return; what is saved and loaded: test_cache_walk.py."""
 
     def __init__(self, path: Path, cache_type: CacheType, *, threads: int = 1) -> None:
         self.engine = open_engine(path, context_length=700, threads=threads, max_alternatives=2, cache_type=cache_type)
@@ -241,38 +241,6 @@ def slots(variant: str, wide: Path, cache_type: CacheType) -> Iterator[Slots]:
     assert not any(found.engine.left_to_llama_cpp)
     yield found
     found.engine.close()
-
-
-def test_saved_tokens_come_back_with_the_same_bits(slots: Slots) -> None:
-    """In another slot, in other cells, after others have used the cache, and in parts."""
-    engine = slots.engine
-    slots.feed(0, 500)
-    expected = slots.logits(0)
-    saved = [engine.save(0, 0, 300), engine.save(0, 300, 500)]
-    assert saved[0].shape == (300, engine.token_bytes)
-    engine.truncate(0, 0)
-    slots.feed(1, 90, chunk=7)
-    slots.feed(2, 200)
-    engine.truncate(1, 0)
-    for part in saved:
-        engine.load(1, part)
-    assert engine.cached_len(1) == 500
-    assert np.array_equal(slots.logits(1), expected)
-    assert np.array_equal(engine.save(1, 0, 500), np.concatenate(saved))
-
-
-def test_what_was_copied_or_adopted_can_be_saved(slots: Slots) -> None:
-    engine = slots.engine
-    slots.feed(0, 300)
-    engine.copy(0, 1, 280)
-    assert np.array_equal(engine.save(1, 0, 280), engine.save(0, 0, 280))
-    rows = [Row(TOKENS[280], 1, 280, True), Row(55, 1, 281, True), Row(77, 1, 281, True, alternative=True)]
-    engine.forward(rows)
-    engine.adopt(1, 0)
-    after_adoption = engine.save(1, 280, 282)
-    engine.truncate(1, 280)
-    engine.forward([Row(TOKENS[280], 1, 280, False), Row(77, 1, 281, False)])
-    assert np.array_equal(engine.save(1, 280, 282), after_adoption)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(slots: Slots) -> None:

@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kernel_products import SUPPORTED_VARIANTS, needs_kernels
 from pairs import open_engine
+from specserve.config import CacheType
 from specserve.engine import kernels
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
-from tiny_formats import FORMATS, tiny_model
-from tiny_models import write_tiny
+from tiny_formats import tiny_model
 
 SLOTS, LENGTH, ALTERNATIVES = 3, 96, 4
 STEPS = 500
@@ -35,8 +36,9 @@ class EngineWalk:
 
 
 class Walk(EngineWalk):
-    def __init__(self, model: LlamaModel, random: Random, tolerance: float) -> None:
-        options = {"context_length": LENGTH, "max_rows": LENGTH, "max_logits": 64}
+    def __init__(self, model: LlamaModel, random: Random, tolerance: float, *, cache_type: CacheType = "f16") -> None:
+        sizes = {"context_length": LENGTH, "max_rows": LENGTH, "max_logits": 64}
+        options: dict[str, Any] = {**sizes, "cache_type": cache_type}
         engine = open_engine(model, n_slots=SLOTS, max_alternatives=ALTERNATIVES, **options)
         super().__init__(engine, open_engine(model, n_slots=1, **options), random)
         self._tolerance = tolerance
@@ -98,18 +100,19 @@ class Walk(EngineWalk):
         return logits
 
 
-@pytest.fixture(params=[*(pytest.param(form, marks=needs_kernels) for form in FORMATS), "llama.cpp's kernels"])
+# Formats of weights and types of the cache; F32 by llama.cpp's kernels.
+CASES: list[tuple[str, CacheType]] = [("q4_0", "f16"), ("q8_0", "f16"), ("q4_0", "q8_0")]
+
+
+@pytest.fixture(params=[*(pytest.param(case, marks=needs_kernels) for case in CASES), ("f32", "f16")])
 def walk(request: pytest.FixtureRequest, architecture: str, tmp_path: Path) -> Iterator[Walk]:
-    """Or llama.cpp's kernels in single precision: attention adds in the order of cells. Faults cost 5 and more."""
-    if request.param in FORMATS:
-        kernels.use("auto", variant=SUPPORTED_VARIANTS[0])
-        path, tolerance = tiny_model(tmp_path, request.param, architecture), 0.0
-    else:
-        kernels.use("off")
-        path, tolerance = tmp_path / "single.gguf", 0.1
-        write_tiny(path, architecture, "target")
-    model = LlamaModel(path)
-    walk = Walk(model, Random(5), tolerance)
+    """By llama.cpp's kernels attention adds in the order of cells. Faults cost 5 and more."""
+    form, cache_type = request.param
+    is_exact = form != "f32"
+    kernels.use("auto" if is_exact else "off", variant=SUPPORTED_VARIANTS[0] if is_exact else None)
+    # In 8 bits 32 numbers of a head have a scale.
+    model = LlamaModel(tiny_model(tmp_path, form, architecture, WIDTH=64 if cache_type == "f16" else 128))
+    walk = Walk(model, Random(5), 0.0 if is_exact else 0.1, cache_type=cache_type)
     yield walk
     walk.close()
     model.close()

@@ -104,7 +104,7 @@ def test_a_prompt_that_is_shorter_than_all_long_ones_finds_a_slot_beside_them(le
         pair.send("agent", long_prompt(number))
     pair.step()
     assert pair.scheduler.running == 1
-    other = pair.send("editor", long_prompt(99)[:length], max_tokens=5)
+    other = pair.send("editor", long_prompt(2 * SLOTS)[:length], max_tokens=5)
     pair.step()
     assert pair.scheduler.running == running
     pair.run()

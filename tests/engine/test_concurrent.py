@@ -12,6 +12,7 @@ from specserve.core import admission
 from specserve.core.prefix_store import BLOCK_TOKENS, PrefixStore
 from specserve.core.scheduler import Scheduler
 from specserve.core.text_sequence import TextSequence
+from tiny_models import ARCHITECTURES, HYBRID
 
 pytestmark = pytest.mark.skipif(
     KERNELS == "off", reason="with llama.cpp's attention logits depend on other sequences: unset SPECSERVE_TEST_KERNELS"
@@ -51,12 +52,13 @@ def run_concurrently(
     return sequences
 
 
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, HYBRID])
 def test_greedy_and_seeded_output_is_the_same_alone_concurrent_and_where_sequences_are_preempted(
     files: TinyFiles, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read again has the bits that it had; one of the longer sequences needs all cells of the small cache."""
     monkeypatch.setattr(admission, "_ANSWER", 8)
-    config = files.config(architecture, context_length=100)
+    config = files.config(architecture, "qwen2" if architecture == HYBRID else None, context_length=100)
     for cache_tokens, seed in product((300, 100), range(2)):
         pair = Pair(config.model_copy(update={"cache_tokens": cache_tokens}))
         rng = random.Random(seed)
@@ -64,7 +66,8 @@ def test_greedy_and_seeded_output_is_the_same_alone_concurrent_and_where_sequenc
         alone = [pair.complete(**fields).sequence.answer for fields in requests]
         concurrent = run_concurrently(pair, requests, rng)
         assert [sequence.answer for sequence in concurrent] == alone
-        assert sum(sequence.cached_tokens > 0 for sequence in concurrent) >= 3 or cache_tokens == 100
+        reused = sum(sequence.cached_tokens > 0 for sequence in concurrent)
+        assert reused >= 3 or cache_tokens == 100 or architecture == HYBRID
         assert any(sequence.preemptions for sequence in concurrent) or cache_tokens == 300
 
 

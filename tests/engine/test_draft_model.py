@@ -1,6 +1,7 @@
-"""The draft model: draft prefill and copied prefixes, vocabularies that differ from the target's, and failed passes."""
+"""The draft model: draft prefill and copied prefixes, and failed passes; what else it cannot read: test_output.py."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_a_lag_within_the_window_is_read_also_in_a_long_sequence() -> None:
     model, [step] = model_and_steps(500, max_rows=64)
     model.read([step], [0])
     for token in range(60):
-        step.drafts.append(Draft(token, None, "lookup", 0.9))
+        step.drafts.append(Draft(token % VOCABULARY, None, "lookup", 0.9))
     assert model.draft_prefill(step) == 60
     assert rows_read(model, step) == [60]
     assert model.cache.length(0) == 64 + 60
@@ -132,10 +133,26 @@ def test_what_another_slot_holds_of_a_sequence_is_copied_from_the_one_that_holds
 
 
 def test_no_client_copies_what_another_one_s_slot_holds() -> None:
-    model, steps = model_and_steps(40, 40)
-    steps[1].sequence.info = RequestInfo(client="other")
-    model.cache.claim(1, steps[1].sequence.info.owner)
-    assert [rows_read(model, step) for step in steps] == [[8], [8]]
+    """Its own it copies without the last token, whose logits are those that are drafted from."""
+    for client, read in (("", 1), ("other", 40)):
+        model, steps = model_and_steps(40, 40, max_rows=64)
+        steps[1].sequence.info = RequestInfo(client=client)
+        model.cache.claim(1, steps[1].sequence.info.owner)
+        assert [rows_read(model, step) for step in steps] == [[40], [read]]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_reused"),
+    [({"client": "a"}, True), ({}, False), ({"client": "a", "reuses_prefix": False}, False)],
+)
+def test_what_a_slot_holds_of_a_prompt_is_read_again_only_for_another_client_or_if_asked_for(
+    options: dict[str, Any], *, is_reused: bool
+) -> None:
+    pair, prompt = FakePair(slots=1), list(range(20))
+    pair.answer(prompt, client="a")
+    pair.draft.decoded.clear()
+    pair.answer(prompt, **options)
+    assert (0 not in {row.position for row in pair.draft.decoded}) == is_reused
 
 
 def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
@@ -145,40 +162,9 @@ def test_the_draft_cache_restarts_before_it_exceeds_the_draft_context() -> None:
     assert sequence.stats.accepted > 60
 
 
-def test_predicted_tokens_outside_the_draft_vocabulary_are_not_fed() -> None:
-    """The engine would refuse such a row, and the draft model would be switched off for all sequences."""
-    prompt = [1, 2, 3]
-    truth = plain_greedy(prompt, 20)
-    unknown = max(truth)
-    pair = FakePair(draft_width=unknown)
-    sequence = pair.answer(prompt, gamma=6, prediction=truth)
-    assert sequence.answer == truth
-    assert all(row.token < unknown for row in pair.draft.decoded)
-    assert pair.answer([1]).stats.drafted_by["model"] > 0
-
-
-def test_a_smaller_or_larger_draft_vocabulary_drafts_common_tokens() -> None:
-    prompt = [1, 2, VOCABULARY - 2]  # the smaller vocabulary lacks the last token
-    for draft_width in (VOCABULARY - 5, VOCABULARY + 5):
-        pair = FakePair(draft_width=draft_width, blend=0.5)
-        greedy = pair.submit(prompt)
-        sampled = pair.submit([1, 2], max_tokens=40, sampling=SamplingParams(temperature=1.5, seed=3))
-        pair.run()
-        assert greedy.answer == plain_greedy(prompt, 20)
-        assert sampled.stats.drafted > 0
-        assert max(row.token for row in pair.draft.decoded) < draft_width
-
-
-def test_a_token_outside_the_draft_vocabulary_is_not_read_behind_a_prefix_of_another_slot() -> None:
-    shared, rest = [*range(20), *range(20)], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    # Half of the window before the end it is out of sight; behind the shared prefix it would be read.
+def test_a_token_outside_the_draft_vocabulary_does_not_matter_before_the_window() -> None:
     pair = FakePair(draft_width=VOCABULARY - 2, window=16)
-    first = pair.submit(shared, max_tokens=40, sampling=ENDLESS)
-    pair.run_until(lambda: first.stats.drafted_by["model"] > 0)
-    second = pair.answer([*shared, VOCABULARY - 2, *rest], max_tokens=40, sampling=ENDLESS)
-    assert pair.drafters.model
-    assert second.stats.drafted_by["model"] > 0
-    assert max(row.token for row in pair.draft.decoded) < VOCABULARY - 2
+    assert pair.answer([VOCABULARY - 2, *range(20)], sampling=ENDLESS).stats.drafted_by["model"] > 0
 
 
 def test_a_draft_vocabulary_without_allowed_tokens_is_no_failure() -> None:

@@ -60,10 +60,11 @@ class Case(NamedTuple):
     pool: Pool | None = None  # which the second sequence searches
     masks: int = 0  # that a round has time for; 0 without a grammar
     min_tokens: int = 0
+    seed: int = 7
 
     @property
     def sampling(self) -> SamplingParams:
-        sampling = SamplingParams(seed=7, min_p=self.min_p, presence_penalty=self.presence_penalty)
+        sampling = SamplingParams(seed=self.seed, min_p=self.min_p, presence_penalty=self.presence_penalty)
         return replace(sampling, min_tokens=self.min_tokens, end_tokens=tuple(self.vocabulary.end_tokens()))
 
 
@@ -182,6 +183,17 @@ def error(case: Case, verification: Verification, *, of: slice = slice(None)) ->
 def test_every_answer_has_the_targets_probability(case: str) -> None:
     for verification in BY_NUMBERS:
         assert error(CASES[case], verification) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_coupled_answers_are_the_same_with_and_without_drafts(case: str) -> None:
+    """Without drafts they have the target's distribution (test_output.py)."""
+    events: set[str] = set()
+    for seed in range(30):
+        drafted = CASES[case]._replace(seed=seed)
+        plain = drafted._replace(mode="off", gamma=0, masks=99 if drafted.masks else 0)
+        assert run(drafted, "coupled", events) == run(plain, "coupled", set()), seed
+    assert {"1 drafts", "2 drafts", "3 drafts"} & events
 
 
 def draw_from_the_seed(patch: pytest.MonkeyPatch) -> None:

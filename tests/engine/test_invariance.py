@@ -1,7 +1,6 @@
-"""With specserve's kernels logits are batch-invariant, so outputs repeat; the measurement finds planted faults."""
+"""Where logits are batch-invariant (test_formats.py), outputs repeat; the measurement finds planted faults."""
 
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 
 from batch_invariance import largest_difference
 from fake_engine import FakeEngine
-from kernel_products import SUPPORTED_VARIANTS, needs_kernels
-from pairs import open_engine
+from kernel_products import needs_kernels
 from specserve.config import HandlerConfig, ModelConfig
 from specserve.core.loading import load_models
 from specserve.engine import kernel_trial, kernels
 from specserve.engine.base import FloatArray, Row
-from tiny_formats import FORMATS, tiny_model
-from tiny_models import ARCHITECTURES
+from tiny_formats import tiny_model
 
 NOISE = 0.25
 
@@ -59,19 +56,6 @@ def test_a_planted_fault_is_found() -> None:
         assert largest_difference(FaultyEngine(fault)) == pytest.approx(NOISE), name
     engine.poison_after = 20
     assert np.isnan(largest_difference(engine))
-
-
-@needs_kernels
-def test_logits_are_batch_invariant_with_specserves_kernels_and_not_with_llama_cpps(tmp_path: Path) -> None:
-    """With llama.cpp's attention a single row differs above 256 tokens in the cache, for several threads."""
-    runs: list[tuple[kernels.Mode, int]] = [("auto", 1), ("auto", 2), ("off", 2)]
-    for architecture, form in product(ARCHITECTURES, FORMATS):
-        path = tiny_model(tmp_path, form, architecture)
-        for mode, threads in runs:
-            kernels.use(mode, variant=SUPPORTED_VARIANTS[0])
-            engine = open_engine(path, n_slots=2, context_length=512, threads=threads, max_rows=128, max_logits=64)
-            assert (largest_difference(engine) == 0) == (mode == "auto"), (architecture, form, mode, threads)
-            engine.close()
 
 
 @needs_kernels

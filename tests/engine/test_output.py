@@ -8,34 +8,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from constraints import Slow
-from costs import flat
 from fake_engine import NoEndToken
-from fake_pair import END_TOKEN, SEEDED, SLOTS, FakePair, exact_answers, plain_greedy
+from fake_pair import END_TOKEN, SEEDED, VOCABULARY, FakePair, exact_answers, plain_greedy
 from specserve.sequence import SamplingParams, Verification
-from specserve.speculation.ngram import LookupProposer, PredictionProposer
-from specserve.speculation.proposers import GrammarProposer
 
-prompts = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    jobs=st.lists(st.tuples(prompts, st.integers(0, 6), st.integers(1, 30)), min_size=1, max_size=6),
-    blend=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
-    prefill_rows=st.integers(1, 40),
-    draft_rows=st.integers(4, 40),
-    block_length=st.sampled_from([1, 2, 5]),
+# Some begin alike.
+ends = st.lists(st.integers(0, END_TOKEN - 1), min_size=1, max_size=30)
+prompts = st.builds(lambda begin, end: [*begin, *end], st.sampled_from([[], [*range(20)] * 2]), ends)
+draft_models = st.fixed_dictionaries(
+    {
+        "blend": st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+        "draft_rows": st.integers(4, 40),
+        "window": st.sampled_from([16, 4096]),
+        "context": st.sampled_from([32, 8192]),
+    }
 )
-def test_greedy_output_is_the_targets_with_any_concurrent_sequences(
-    jobs: list[tuple[list[int], int, int]], blend: float, prefill_rows: int, draft_rows: int, block_length: int
+# A vocabulary of its own, or drafts of which a pass gives several.
+outputs = st.sampled_from(
+    [{}, *({"draft_width": VOCABULARY + n} for n in (-2, 5)), {"block_length": 2}, {"block_length": 5}]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(prompts, st.integers(0, 6), st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
+    prefill_rows=st.integers(1, 40),
+    draft_model=draft_models,
+    output=outputs,
+)
+def test_greedy_output_is_the_targets_with_any_draft_model_predictions_and_concurrent_sequences(
+    jobs: list[tuple[list[int], int, int, bool]],
+    prefill_rows: int,
+    draft_model: dict[str, Any],
+    output: dict[str, Any],
 ) -> None:
-    pair = FakePair(blend=blend, prefill_rows=prefill_rows, draft_rows=draft_rows, block_length=block_length)
-    sequences = [pair.submit(prompt, gamma=gamma, max_tokens=most) for prompt, gamma, most in jobs]
+    """The draft model is never asked for what it cannot read, which would switch it off."""
+    pair, expected, sequences = FakePair(prefill_rows=prefill_rows, **draft_model, **output), [], []
+    for prompt, gamma, most, is_predicted in jobs:
+        expected.append(plain_greedy(prompt, most))
+        prediction = expected[-1] if is_predicted else ()
+        sequences.append(pair.submit(prompt, gamma=gamma, max_tokens=most, prediction=prediction))
     pair.run()
-    for sequence, (prompt, _, most) in zip(sequences, jobs, strict=True):
-        assert sequence.answer == plain_greedy(prompt, most)
-        assert sequence.finish_reason == ("length" if sequence.generated == most else "stop")
+    assert pair.drafters.model
+    for sequence, answer in zip(sequences, expected, strict=True):
+        assert sequence.answer == answer
+        assert sequence.finish_reason == ("length" if sequence.generated == sequence.max_tokens else "stop")
 
 
 def test_a_choice_has_the_same_output_alone_and_among_other_choices() -> None:
@@ -64,62 +81,18 @@ def test_only_coupled_output_repeats_and_only_with_a_seed() -> None:
 
 TRIALS = 1_200
 SAMPLING = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.8, logit_bias=((2, 0.5),))
-# Some of its tokens match likely outputs and others do not.
-PREDICTION = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1]
-CASES: dict[str, dict[str, Any]] = {
-    "the draft model": {},
-    "a grammar": {"masks": 99},
-    # Drafts of two tokens leave no time for the mask of the bonus token.
-    "masks that wait": {"masks": 2},
-    "masks that wait, with a prediction": {"masks": 2, "prediction": PREDICTION},
-    "a prediction": {"prediction": PREDICTION, "drafter": "prediction"},
-    # At these costs some draft tokens of either source pay and others do not.
-    "adaptive lengths": {"mode": "auto", "draft_seconds": 0.38},
-    "adaptive lengths with a prediction": {"mode": "auto", "draft_seconds": 0.1, "prediction": PREDICTION},
-    # One draft a round, whose alternatives take the other rows.
-    "alternatives": {"mode": "auto", "draft_seconds": 0.38, "max_tokens": 9, "gamma": 4},
-    "alternatives beside several drafts": {"mode": "auto", "draft_seconds": 0.15, "max_tokens": 9, "gamma": 8},
-}
-
-
-def outputs(
-    trials: int, *, masks: int = 0, draft_seconds: float = 0.1, max_tokens: int = 4, **options: Any
-) -> tuple[list[tuple[int, ...]], Counter[int]]:
-    """The first three output tokens for each seed, by the whole scheduler, and how many rounds had how many drafts.
-
-    With a grammar if a round has time for some masks.
-    """
-    proposers = [PredictionProposer(), GrammarProposer(), LookupProposer()]
-    machine: dict[str, Any] = {"costs": (flat(), flat(draft_seconds)), "max_wait_seconds": 1.0, "masks": masks}
-    pair = FakePair(vocabulary=NoEndToken(6), blend=0.6, window=32, proposers=proposers, **machine)
-    sequences = []
-    for seed in range(trials):
-        sampling, grammar = replace(SAMPLING, seed=seed), Slow(6, pair.masks) if masks else None
-        options |= {"sampling": sampling, "constraint": grammar, "max_tokens": max_tokens}
-        sequences.append(pair.submit([1, 2], verification="coupled", **options))
-        if len(sequences) % SLOTS == 0:
-            pair.run()
-    rounds = [step for step in pair.records.rounds if step.is_decode_round]
-    return [tuple(sequence.answer[:3]) for sequence in sequences], Counter(len(step.drafts) for step in rounds)
 
 
 def test_coupled_output_has_the_targets_distribution() -> None:
-    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4; drafts change none (below).
-
-    For other rules: test_exact_output.py.
-    """
-    found, _ = outputs(TRIALS, gamma=0)
-    counts, exact = Counter(found), exact_answers([1, 2], 3, SAMPLING, NoEndToken(6))
+    """Chi-square of 1,200 outputs of three tokens, false-alarm rate 1e-4; drafts change none (test_exact_output.py)."""
+    vocabulary = NoEndToken(6)
+    pair = FakePair(vocabulary=vocabulary)
+    options: dict[str, Any] = {"gamma": 0, "verification": "coupled", "max_tokens": 3}
+    answers = (pair.answer([1, 2], sampling=replace(SAMPLING, seed=seed), **options) for seed in range(TRIALS))
+    counts = Counter(tuple(sequence.answer) for sequence in answers)
+    exact = exact_answers([1, 2], 3, SAMPLING, vocabulary)
     likely = [output for output, probability in exact.items() if probability * TRIALS >= 5]
     observed = [counts[output] for output in likely]
     expected = [exact[output] * TRIALS for output in likely]
     rest = TRIALS - sum(observed), TRIALS - sum(expected)
     assert chisquare([*observed, rest[0]], [*expected, rest[1]]).pvalue > 1e-4
-
-
-def test_coupled_output_is_the_same_with_and_without_drafts() -> None:
-    for case, options in CASES.items():
-        plain, _ = outputs(60, masks=99 if "masks" in options else 0, gamma=0)
-        drafted, gammas = outputs(60, **options)
-        assert drafted == plain, case
-        assert gammas[1] + gammas[2] > 30

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.core import admission
 from specserve.core.pool import cache_bytes
 from specserve.engine import recurrent
 from specserve.engine.base import FloatArray, Row
@@ -18,12 +17,8 @@ from specserve.engine.llama_model import LlamaModel
 from specserve.engine.recurrent import RecurrentEngine
 from specserve.errors import ModelLoadError
 from test_cache_walk import EngineWalk
-from test_concurrent import random_requests, run_concurrently
 from tiny_models import HYBRID, WIDTH
 
-needs_our_kernels = pytest.mark.skipif(
-    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
-)
 PROMPT = "The quick brown fox"
 SLOTS, LENGTH, STATES, TOKENS = 5, 64, 3, 200
 
@@ -95,7 +90,9 @@ def pair(files: TinyFiles) -> Pair:
     return Pair(files.config(HYBRID, "qwen2"))
 
 
-@needs_our_kernels
+@pytest.mark.skipif(
+    KERNELS == "off", reason="with llama.cpp's kernels logits depend on rows: unset SPECSERVE_TEST_KERNELS"
+)
 def test_several_sequences_in_a_pass_have_the_logits_of_each_alone(pair: Pair) -> None:
     """After any numbers of rows, rejected ones, copies and restarts."""
     target: Any = pair.vocabulary
@@ -153,21 +150,6 @@ def test_slots_that_share_a_state_do_not_go_back_and_nor_is_a_state_copied_after
         cache.truncate(0, 3)
         assert [cache.length(slot) for slot in (0, 2)] == lengths
         assert cache.check()
-
-
-@needs_our_kernels
-def test_texts_are_the_same_alone_and_among_others_also_where_sequences_are_preempted(
-    files: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "_ANSWER", 8)
-    config = files.config(HYBRID, "qwen2", context_length=100)
-    for cache_tokens in (300, 100):
-        pair, rng = Pair(config.model_copy(update={"cache_tokens": cache_tokens})), random.Random(0)
-        requests = [{**fields, "ignore_eos": cache_tokens == 100} for fields in random_requests(rng)]
-        alone = [pair.complete(**fields).sequence.answer for fields in requests]
-        concurrent = run_concurrently(pair, requests, rng)
-        assert [sequence.answer for sequence in concurrent] == alone
-        assert any(sequence.preemptions for sequence in concurrent) or cache_tokens == 300
 
 
 def test_a_client_that_leaves_changes_nobodys_text(files: TinyFiles) -> None:

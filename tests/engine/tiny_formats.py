@@ -7,7 +7,6 @@ import pytest
 import tiny_models
 from specserve.engine.llama_model import quantise
 
-FORMATS = ("q4_0", "q8_0")
 _KINDS = {"q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "q3_k": "Q3_K_M", "mxfp4": "MXFP4_MOE"}  # others have their own names
 
 

@@ -15,10 +15,11 @@ class FakeEngine:
     """A model whose next-token logits are a pure function of the last two tokens.
 
     `blend` 0 gives the target, 1 an unrelated model, and values in between a draft that often agrees with the target.
-    A row whose position is not the cached length of its slot is an `EngineError`, and so is a pass whose tokens do not
-    fit into their slot, or into `n_cells` beside those of all slots; copies share cells, alternatives take none. Every
-    forward pass overwrites the logits that the one before has returned. After `fail_after` more forward passes one
-    raises an `EngineError`, after `poison_after` more one returns NaN logits; None is never.
+    A row whose position is not the cached length of its slot, or whose token is none, is an `EngineError`, and so is a
+    pass whose tokens do not fit into their slot, or into `n_cells` beside those of all slots; copies share cells,
+    alternatives take none. Every forward pass overwrites the logits that the one before has returned. After
+    `fail_after` more forward passes one raises an `EngineError`, after `poison_after` more one returns NaN logits; None
+    is never.
 
     The "keys and values" of a token are the token, its position, and a hash of the tokens before it. So `load` notices
     those of another position or of another text.
@@ -92,8 +93,8 @@ class FakeEngine:
         for row in rows:
             if row.alternative and len(self.cache[row.slot]) <= row.position < lengths[row.slot]:
                 continue
-            if row.alternative or row.position != lengths[row.slot]:
-                raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens, position {row.position} given.")
+            if row.alternative or row.position != lengths[row.slot] or not 0 <= row.token < self.width:
+                raise EngineError(f"Slot {row.slot} holds {lengths[row.slot]} tokens: {row} is none that can follow.")
             lengths[row.slot] += 1
         if max(lengths) > self.slot_length:
             raise EngineError(f"A slot holds at most {self.slot_length} tokens.")

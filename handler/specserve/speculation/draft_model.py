@@ -17,7 +17,7 @@ from specserve.speculation.costs import PassCosts
 from specserve.speculation.step import SequenceStep
 
 # The most rows of a pass that other sequences wait for: with 32 instead of 16 the 99th percentile of two clients' gaps
-# is a tenth longer (Zen 4; benchmarks/load.py --ours --clients 2 --requests 2 --turns 2 --max-tokens 256).
+# is a tenth longer (Zen 4; benchmarks/load.py --clients 2 --requests 2 --turns 2 --max-tokens 256).
 _SHARED_ROWS = 16
 
 

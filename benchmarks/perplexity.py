@@ -36,10 +36,10 @@ FAMILIES = ("code", "prose")
 WINDOW = 512
 # The same of a family's only window where all formats are compared, which takes half a minute a format.
 WINDOW_OF_FORMATS = 128
-# File types of all formats that a dense model may have, K quants by their S kinds, which are pure.
+# File types of all formats but F32: K quants by their S kinds, MXFP4 by that of mixtures; both are pure here.
 FILE_TYPES = (
     *("Q4_0", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K_S", "Q4_1", "Q5_1"),
-    *("IQ4_XS", "Q2_K", "F16", "BF16"),
+    *("IQ4_XS", "Q2_K", "MXFP4_MOE", "F16", "BF16"),
 )
 # Rows of a pass: their logits take 80 MB, and 160 MB in float64.
 _CHUNK = 128

@@ -200,7 +200,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
 def formats(results: Results) -> list[str]:
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for machine, row in rows_of(results, "formats"):
-        file_type = row["file"].removesuffix(".gguf").removesuffix("_S")
+        file_type = row["file"].removesuffix(".gguf").removesuffix("_S").removesuffix("_MOE")
         times[f"{row['engine']}, {machine}", file_type].append(row["ms"])
     columns: Columns = defaultdict(dict)
     for (engine, file_type), (one, *more) in times.items():
@@ -259,7 +259,7 @@ def perplexity(results: Results) -> list[str]:
     columns: Columns = defaultdict(dict)
     others = "perplexity-formats", "perplexity-models"
     for machine, row in rows_of(results, *others):
-        title = f"{row['file'].removesuffix('.gguf').removesuffix('_S')}, {row['family']}"
+        title = f"{row['file'].removesuffix('.gguf').removesuffix('_S').removesuffix('_MOE')}, {row['family']}"
         columns[machine][title] = f"{row['stock']:.3f}, {row['ours']:.3f} ({ratio(row)})"
     answer = (
         f"The published file's perplexity differs by {most:.2f} % at most. With llama.cpp's kernels and with ours it "

@@ -197,10 +197,15 @@ def cost_of_a_pass(results: Results) -> list[str]:
     return section("What does a forward pass cost?", answer, results, "cost_curve", lines=lines)
 
 
+def model_name(row: dict[str, Any]) -> str:
+    """Return the name of a file or, if all its matrices have one format, of that."""
+    return str(row["file"]).removesuffix(".gguf").removesuffix("_S").removesuffix("_MOE")
+
+
 def formats(results: Results) -> list[str]:
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for machine, row in rows_of(results, "formats"):
-        file_type = row["file"].removesuffix(".gguf").removesuffix("_S").removesuffix("_MOE")
+        file_type = model_name(row)
         times[f"{row['engine']}, {machine}", file_type].append(row["ms"])
     columns: Columns = defaultdict(dict)
     for (engine, file_type), (one, *more) in times.items():
@@ -259,7 +264,7 @@ def perplexity(results: Results) -> list[str]:
     columns: Columns = defaultdict(dict)
     others = "perplexity-formats", "perplexity-models"
     for machine, row in rows_of(results, *others):
-        title = f"{row['file'].removesuffix('.gguf').removesuffix('_S').removesuffix('_MOE')}, {row['family']}"
+        title = f"{model_name(row)}, {row['family']}"
         columns[machine][title] = f"{row['stock']:.3f}, {row['ours']:.3f} ({ratio(row)})"
     answer = (
         f"The published file's perplexity differs by {most:.2f} % at most. With llama.cpp's kernels and with ours it "

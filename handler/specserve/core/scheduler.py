@@ -187,8 +187,9 @@ class Scheduler:
         decoding = {step.sequence.slot for step in decode_steps}
         draft_rows = sum(step.max_drafts for step in decode_steps)
         logits_left = self.target.engine.max_logits - len(decode_steps) - draft_rows
+        cost = self.drafters.controller.target_cost
         rows_left = prefill_chunk(
-            self.drafters.controller.target_cost,
+            cost,
             self.target.kv_len({sequence.slot for sequence in self._running} - decoding),
             rows=len(decode_steps),
             max_rows=min(self.prefill_rows, self._cache.room - len(decode_steps) - draft_rows),
@@ -208,9 +209,9 @@ class Scheduler:
             logits_left -= rows if sequence.scores_prompt else 1
             if len(steps) == 1 and rows == pending:
                 # This pass gives a prompt its first token.
-                first, cost = len(decode_steps) + rows, self.drafters.controller.target_cost
-                longer = (_FIRST_TOKEN_PASS - 1) * cost.seconds(first, self._kv_len())
-                rows_left = cost.rows_within(longer, first, rows_left, self._kv_len())
+                first, kv_len = len(decode_steps) + rows, self._kv_len()
+                longer = (_FIRST_TOKEN_PASS - 1) * cost.seconds(first, kv_len)
+                rows_left = cost.rows_within(longer, first, rows_left, kv_len)
                 reserved = min(reserved, rows_left)
         return steps
 

@@ -27,8 +27,7 @@ _BRACKETS = {
     "python": {"array": ("[", "]")},
     "quoted": {"array": ("[", "]"), "object": ("{", "}")},
 }
-
-# Tried only where a word begins, and never again with less of it.
+# Tried only where a word begins, and never again with less of it: else a long word takes the time of its square.
 _BARE_KEY = re.compile(r"(?<![^\s{}\[\],:\"])([^\s{}\[\],:\"]++)(\s*+:)")
 
 Schema = Mapping[str, Any]

@@ -317,29 +317,33 @@ def test_logits_equal_llama_cpps_up_to_rounding_and_variants_can_be_loaded_toget
 
 
 _REPEATED_LOADS = """
-import gc, pathlib, sys
+import ctypes, gc, pathlib, sys
 sys.path[:0] = sys.argv[2:]
-import psutil
 from specserve.engine.llama_model import LlamaModel
 from test_kernels import SUPPORTED_VARIANTS, kernels, logits, open_engine
 kernels.use('auto', variant=SUPPORTED_VARIANTS[0])
-def memory_after_load():
+class Statistics(ctypes.Structure):  # struct mallinfo2 of malloc.h
+    _fields_ = [(name, ctypes.c_size_t) for name in 'arena a b c mapped d e used f g'.split()]
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Statistics
+def allocated_after_load():
     model = LlamaModel(pathlib.Path(sys.argv[1]))
     engine = open_engine(model)
     logits(engine)
     engine.close()
     model.close()
     gc.collect()
-    return psutil.Process().memory_info().rss
-warm = [memory_after_load() for _ in range(20)][-1]
-print([memory_after_load() for _ in range(40)][-1] - warm)
+    assert sys.argv[1] not in pathlib.Path('/proc/self/maps').read_text(), 'the file is still mapped'
+    return mallinfo2().used + mallinfo2().mapped
+warm = [allocated_after_load() for _ in range(20)][-1]
+print([allocated_after_load() for _ in range(40)][-1] - warm)
 """
 
 
 def test_repeated_loading_leaks_no_memory(tiny: Path) -> None:
-    """Less than 6 KiB a load; in a process of its own, since the heap of one that ran other tests grows in steps."""
+    """Less than 256 bytes a load by malloc's own count: resident memory grows in steps that hide such leaks."""
     command = [sys.executable, "-c", _REPEATED_LOADS, str(tiny), *sys.path]
-    assert int(subprocess.check_output(command)) < 2**18
+    assert int(subprocess.check_output(command)) < 40 * 256
 
 
 _ALL_KERNELS = """

@@ -274,6 +274,9 @@ class PlainProduct : public ggml::cpu::tensor_traits {
     }
 
     bool work_size(int threads, const ggml_tensor * op, size_t & size) override {
+        if (ggml_get_type_traits_cpu(op->src[0]->type)->vec_dot == nullptr) {
+            GGML_ABORT("%s is of type %s, which has no product", op->src[0]->name, ggml_type_name(op->src[0]->type));
+        }
         size = kAlignment + Pieces::bytes(threads) + static_cast<size_t>(ggml_nrows(op->src[1])) * row_bytes(op);
         return true;
     }

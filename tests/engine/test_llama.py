@@ -10,13 +10,15 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 
+from kernel_products import needs_kernels
 from pairs import TinyFiles, open_engine
 from specserve.engine.base import Row
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import EngineError, ModelLoadError
+from tiny_formats import tiny_model
 from tiny_models import write_tensors
 
 SLOTS = 3
@@ -149,9 +151,12 @@ def test_weights_that_give_no_logits_are_refused(files: TinyFiles, tmp_path: Pat
 LOAD = """
 import os, sys
 from pathlib import Path
+from pairs import KERNELS
+from specserve.engine import kernels
 from specserve.engine.llama import LlamaEngine
 from specserve.engine.llama_model import LlamaModel
 from specserve.errors import SpecserveError
+kernels.use(KERNELS)
 for file in sys.argv[1:]:
     if not os.fork():
         try:
@@ -162,6 +167,29 @@ for file in sys.argv[1:]:
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+
+
+def load(*files: Path) -> subprocess.CompletedProcess[str]:
+    """Load each file in a process of its own and print how that ended."""
+    command = [sys.executable, "-c", LOAD, *map(str, files)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@needs_kernels
+def test_a_matrix_of_a_type_without_products_is_a_one_line_error(tmp_path: Path) -> None:
+    """llama.cpp would call the product that it has not."""
+    file = tiny_model(tmp_path, "f32")
+    content = bytearray(file.read_bytes())
+    # Behind the name come the number of dimensions and two of them, then the type.
+    place = content.index(b"blk.1.ffn_down.weight") + len("blk.1.ffn_down.weight") + 4 + 2 * 8
+    assert content[place] == GGMLQuantizationType.F32
+    content[place] = GGMLQuantizationType.I32
+    file.write_bytes(content)
+    outcome = load(file)
+    assert outcome.stdout.split() == ["3"]
+    assert outcome.stderr.startswith(f"specserve cannot load: {file}: llama.cpp cannot load this GGUF (")
+    assert "blk.1.ffn_down.weight is of type i32, which has no product); if it is" in outcome.stderr
 
 
 def test_a_damaged_header_is_a_one_line_error_if_detected(tmp_path: Path, architecture: str, files: TinyFiles) -> None:
@@ -176,9 +204,7 @@ def test_a_damaged_header_is_a_one_line_error_if_detected(tmp_path: Path, archit
         file.write_bytes(data)
     layers = b"block_count\x04\0\0\0"
     file.write_bytes(files.path(architecture, "target").read_bytes().replace(layers + b"\2", layers + b"\0"))
-    command = [sys.executable, "-c", LOAD, *map(str, damaged)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    outcome = load(*damaged)
     codes = [int(line) for line in outcome.stdout.split()]
     assert len(codes) == len(damaged), outcome.stderr
     assert set(codes) <= {0, 1, 3}

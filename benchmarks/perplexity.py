@@ -34,8 +34,6 @@ TEXTS = Path(__file__).parent / "texts"
 FAMILIES = ("code", "prose")
 # Tokens: each window is predicted from an empty context, but for its first token.
 WINDOW = 512
-# The same of a family's only window where all formats are compared, which takes half a minute a format.
-WINDOW_OF_FORMATS = 128
 # File types of all formats but F32: K quants by their S kinds, MXFP4 by that of mixtures; both are pure here.
 FILE_TYPES = (
     *("Q4_0", "Q8_0", "Q4_K_S", "Q5_K_S", "Q6_K", "Q5_0", "IQ4_NL", "Q3_K_S", "Q4_1", "Q5_1"),
@@ -187,10 +185,10 @@ def compare(path: Path, *, most: int | None, variant: str | None) -> list[Result
     return rows
 
 
-def compare_in_short(path: Path, *, variant: str | None) -> list[ResultRow]:
-    """One row for the first tokens of all families."""
+def compare_kernels(path: Path, *, most: int | None, variant: str | None) -> list[ResultRow]:
+    """One row for all families."""
     modes: tuple[kernels.Mode, ...] = ("off", "auto")
-    scores = [score(path, mode, window=WINDOW_OF_FORMATS, most=1, variant=variant) for mode in modes]
+    scores = [score(path, mode, most=most, variant=variant) for mode in modes]
     stock, ours = (Score(np.concatenate([part.nlls for part in found.values()])) for found in scores)
     return [compared(path, " and ".join(FAMILIES), stock, ours)]
 
@@ -198,20 +196,19 @@ def compare_in_short(path: Path, *, variant: str | None) -> list[ResultRow]:
 def main() -> None:
     parser = argument_parser(__doc__, quick="one window a family", config=None)
     parser.add_argument("--models", nargs="+", type=Path, help="default: the target as published and as pure Q4_0")
-    parser.add_argument("--formats", action="store_true", help="the default target in all formats, a part of the texts")
+    parser.add_argument("--formats", action="store_true", help="the default target in all formats")
     parser.add_argument("--variant", choices=kernels.VARIANTS, help="of our kernels; default: the best one")
     options = parser.parse_args()
-    window = WINDOW_OF_FORMATS if options.formats else WINDOW
+    most = 1 if options.quick else None
     if options.formats:
         with TemporaryDirectory() as directory:
             forms = in_all_formats(Path(directory))
-            rows = [row for path in forms for row in compare_in_short(path, variant=options.variant)]
+            rows = [row for path in forms for row in compare_kernels(path, most=most, variant=options.variant)]
     else:
-        most = 1 if options.quick else None
         files = options.models or forms_of_the_target()
         rows = [row for path in files for row in compare(path, most=most, variant=options.variant)]
-    print_table(f"perplexity in windows of {window} tokens, llama.cpp's kernels and ours", rows)
-    notes = [f"windows of {window} tokens", kernels.in_use().sentence]
+    print_table(f"perplexity in windows of {WINDOW} tokens, llama.cpp's kernels and ours", rows)
+    notes = [f"windows of {WINDOW} tokens", kernels.in_use().sentence]
     sums = {family: hashlib.sha256(read_text(family).encode()).hexdigest() for family in FAMILIES}
     print_result("perplexity", {}, rows, notes, texts_sha256=sums)
 

@@ -227,16 +227,10 @@ class _Reader:
         # Reading what one leads to may append further ones.
         for place, schema in self._references:
             reference = schema["$ref"]
+            is_pointer = reference == "#" or reference.startswith("#/")
             pointer = unquote(reference.removeprefix("#"))
-            *_, target = keywords.along(self._root, pointer)
-            steps = pairwise(pointer.split("/"))
-            is_value = any(step in keywords.NO_SCHEMAS and before not in keywords.NAMED for before, step in steps)
-            # Below an `$id` references start from there.
-            above = (schema for schema in keywords.along(self._root, place)[1:] if isinstance(schema, dict))
-            identities = (schema.get("$id", schema.get("id")) for schema in above)
-            is_below = any(isinstance(identity, str) and identity[:1] != "#" for identity in identities)
-            is_pointer = (reference + "/").startswith("#/") and not is_value and not is_below
-            if not is_pointer or not isinstance(target, dict | bool):
+            target = self._subschema(pointer) if is_pointer and not self._has_base(place) else None
+            if target is None:
                 self._refuse(f"the reference {reference[:100]!r} leads to no subschema of it", schema, "$ref")
                 continue
             if pointer not in names:
@@ -247,6 +241,20 @@ class _Reader:
                 if length > MAX_TEXT:
                     raise Unusable(_TOO_LONG)
             schema["$ref"] = names[pointer]
+
+    def _subschema(self, pointer: str) -> Any:
+        """Return the subschema that a JSON pointer leads to; None if it leads to none, or into a value."""
+        steps = pairwise(pointer.split("/"))
+        if any(step in keywords.NO_SCHEMAS and before not in keywords.NAMED for before, step in steps):
+            return None
+        *_, found = keywords.along(self._root, pointer)
+        return found if isinstance(found, dict | bool) else None
+
+    def _has_base(self, place: str) -> bool:
+        """Whether there is an `$id` above a subschema, from which its references start."""
+        above = (schema for schema in keywords.along(self._root, place)[1:] if isinstance(schema, dict))
+        identities = (schema.get("$id", schema.get("id")) for schema in above)
+        return any(isinstance(identity, str) and identity[:1] != "#" for identity in identities)
 
     def check_unions(self) -> None:
         """Refuse each `oneOf`, by now an `anyOf`, of which a value might satisfy two branches.

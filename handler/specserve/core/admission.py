@@ -104,11 +104,11 @@ class Waiting:
             # The aged sequence for which others make way, and these.
             ahead: TextSequence | None = None
             leaving: list[TextSequence] = []
-            # How many got no slot: of the long ones, by True, and of each client's.
-            blocked = Counter[str | bool]()
+            # By client, how many got no slot; and how many long ones got none.
+            blocked, blocked_long = Counter[str](), 0
             for sequence in self._turns():
                 client, is_long = sequence.info.client, len(sequence.tokens) > LONG_PREFILL
-                if (is_long and blocked[True] == _LONG_ONES) or blocked[client] >= _OTHERS:
+                if (is_long and blocked_long == _LONG_ONES) or blocked[client] >= _OTHERS:
                     continue
                 if ahead and not (self.cache.free_slots and self._fits_without(leaving, ahead, sequence)):
                     continue
@@ -117,9 +117,10 @@ class Waiting:
                     leaving = self._make_way(sequence)
                     obstacle = self._start(sequence) if leaving else obstacle
                     ahead = sequence if leaving and obstacle else None
-                blocked[client] += obstacle is not None
-                blocked[True] += is_long and obstacle is not None
-                waits_for_prefix += obstacle == "prefix"
+                if obstacle:
+                    blocked[client] += 1
+                    blocked_long += is_long
+                    waits_for_prefix += obstacle == "prefix"
         self._blocked = len(self._queue) - waits_for_prefix
 
     def _start(self, sequence: TextSequence) -> Obstacle | None:

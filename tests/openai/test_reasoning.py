@@ -37,7 +37,7 @@ ALWAYS = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}\n{% endfo
 
 def read(pieces: list[str], *, begun: bool) -> tuple[str, str, int]:
     """The reasoning and the text that are read from these pieces, and how many characters the reasoning took."""
-    reader, said = AnswerReader(thinking=TAGS, begun=begun), {Reasoning: "", Text: ""}
+    reader, said = AnswerReader(thinking=TAGS, thinks_at_once=begun), {Reasoning: "", Text: ""}
     for index, piece in enumerate(pieces):
         for part in reader.read(piece, done=index == len(pieces) - 1):
             assert isinstance(part, Text) or (isinstance(part, Reasoning) and not said[Text])

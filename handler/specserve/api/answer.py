@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specserve.grammar.arguments import Scan
-from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, begun, find, take
+from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, find, take, unfinished
 
 
 class Text(NamedTuple):
@@ -46,7 +46,7 @@ class AnswerReader:
     whitespace beside calls and tags is left out.
 
     Calls of these tools, by name the schemas of their arguments, have one of the forms. Where the model marks its
-    `thinking` by tags, an answer begins with it; `begun` tells whether the prompt ends with the first tag.
+    `thinking` by tags, an answer begins with it; `thinks_at_once` tells whether the prompt ends with the first tag.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class AnswerReader:
         tools: Mapping[str, dict[str, Any]] | None = None,
         thinking: ThinkingTags | None = None,
         *,
-        begun: bool = False,
+        thinks_at_once: bool = False,
     ) -> None:
         # How many calls have begun, and the characters of the text up to the end of the reasoning.
         self.calls = self.reasoned = 0
         self._thinking = thinking or ThinkingTags("", "")
-        self._begun = begun
+        # Whether reasoning has begun, by its first tag.
+        self._thinks = thinks_at_once
         self._forms = forms
         self._names = tools or {}
         self._held = ""
@@ -91,13 +92,13 @@ class AnswerReader:
         return parts
 
     def _read_opening(self) -> list[Part] | None:
-        begin = 0 if self._begun else self._thinking.opening(self._held)
+        begin = 0 if self._thinks else self._thinking.opening(self._held)
         if begin is None and not self._done:
             return None
         if begin is None or begin < 0:
             self._read = self._read_text
             return []
-        self._begun, self._held = True, self._held[begin:]
+        self._thinks, self._held = True, self._held[begin:]
         stripped = self._held.lstrip(WHITESPACE)
         self.reasoned += begin + len(self._held) - len(stripped)
         self._held = stripped
@@ -110,7 +111,7 @@ class AnswerReader:
         end = self._thinking.end
         reasoning, found, _ = self._held.partition(end)
         if not found and not self._done:
-            reasoning = reasoning[: len(reasoning) - begun(reasoning, end)].rstrip(WHITESPACE)
+            reasoning = reasoning[: len(reasoning) - unfinished(reasoning, end)].rstrip(WHITESPACE)
         taken = len(reasoning) + len(found)
         self.reasoned += taken
         self._held = self._held[taken:]
@@ -122,15 +123,16 @@ class AnswerReader:
         self._held = self._held.lstrip(WHITESPACE)
         if not self._held:
             return None
-        self._begun = False
+        self._thinks = False
         self._read = self._read_opening if self._thinking.headers else self._read_text
         return []
 
     def _read_text(self) -> list[Part] | None:
         """Read text up to a call, or to what may become one."""
-        for header in self._thinking.headers:
+        headers = self._thinking.headers
+        for header in headers:
             self._held = self._held.replace(header, "")
-        most = 0 if self._done else max((begun(self._held, header) for header in self._thinking.headers), default=0)
+        most = 0 if self._done else max((unfinished(self._held, header) for header in headers), default=0)
         if not self._forms:
             count = len(self._held) - most
             text, self._held = self._held[:count], self._held[count:]

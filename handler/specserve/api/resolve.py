@@ -34,7 +34,8 @@ class ResponseForm:
     relaxed: tuple[str, ...]  # keywords of tools' schemas that calls may break
 
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.call_forms, self.request.callable_tools, self.thinking, begun=self.thinks_at_once)
+        tools = self.request.callable_tools
+        return AnswerReader(self.call_forms, tools, self.thinking, thinks_at_once=self.thinks_at_once)
 
 
 def resolve(

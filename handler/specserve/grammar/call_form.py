@@ -154,7 +154,7 @@ def take(parts: Sequence[str], text: str, begin: int, names: Container[str]) -> 
     return position, name
 
 
-def begun(text: str, mark: str) -> int:
+def unfinished(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a mark that is not complete."""
     return next(count for count in range(len(mark) - 1, -1, -1) if text.endswith(mark[:count]))
 

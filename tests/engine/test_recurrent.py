@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pairs import KERNELS, PLAIN, Pair, TinyFiles, fixed_gamma
-from specserve.core.pool import cache_bytes
+from specserve.core.memory import cache_bytes
 from specserve.engine import recurrent
 from specserve.engine.base import FloatArray, Row
 from specserve.engine.llama_model import LlamaModel

@@ -19,7 +19,7 @@ import pytest
 from constraints import Alternating, AlternatingGrammars
 from fake_engine import FakeVocabulary
 from front_end import CHATS, MESSAGES, ROUTES, SLOTS, FakeContext, FrontEnd, body_of
-from specserve.api import parser, routes
+from specserve.api import parser_threads, routes
 from specserve.api.choices import ChoicesResponse
 from specserve.api.response import GenerationResponse
 from specserve.api.routes import Routes
@@ -41,7 +41,7 @@ USAGE = {"include_usage": True}
 
 def test_streams_continue_while_a_request_is_parsed(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt blocks the tokenizer until the test sets an event; a second request waits."""
-    monkeypatch.setattr(parser, "_PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(parser_threads, "_PARSE_SECONDS", 0.01)
     stream = front_end.begin({**BODY, "stream": True, "max_tokens": 40})
     assert '"text": "' in front_end.chunks[stream][0], "the first chunk has text"
     release, tokenized, encode = threading.Event(), [], FakeVocabulary(200).encode
@@ -275,10 +275,10 @@ def test_streams_wait_once_for_a_long_parse(front_end: FrontEnd, monkeypatch: py
     front_end.begin({**BODY, "stream": True, "max_tokens": 40})
     release, wait, encode = threading.Event(), Mock(), FakeVocabulary.encode
     monkeypatch.setattr(FakeVocabulary, "encode", lambda *a, **options: release.wait(10) and encode(*a, **options))
-    monkeypatch.setattr(parser, "wait", wait)
+    monkeypatch.setattr(parser_threads, "wait", wait)
     for _ in range(3):
         front_end.begin(BODY)
-    assert [call.args[1] for call in wait.mock_calls] == [parser._PARSE_SECONDS, 0.0, 0.0]
+    assert [call.args[1] for call in wait.mock_calls] == [parser_threads._PARSE_SECONDS, 0.0, 0.0]
     release.set()
     monkeypatch.undo()
     front_end.run()

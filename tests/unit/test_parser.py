@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from specserve.api.parser import LONG_BODY, Parser
+from specserve.api.parser_threads import LONG_BODY, Parser
 from specserve.api.response import Response
 from specserve.api.routes import Incoming
 from specserve.errors import RequestError

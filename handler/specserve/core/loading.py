@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.config import HandlerConfig
-from specserve.core.pool import DRAFT_LENGTH, WITHOUT_DRAFT, check_weights, fitted, loaded_bytes
+from specserve.core.memory import DRAFT_LENGTH, WITHOUT_DRAFT, check_weights, fitted, loaded_bytes
 from specserve.core.prefix_store import PrefixStore
 from specserve.engine import kernels
 from specserve.engine.draft_head import DraftHead
@@ -55,7 +55,7 @@ class Models:
     drafters: Drafters
     placement: Placement
     kernels: Kernels
-    config: HandlerConfig  # with the numbers of tokens that are served (pool.py)
+    config: HandlerConfig  # with the numbers of tokens that are served (memory.py)
     # Of the target, on which alone it depends whether outputs repeat: with greedy and coupled verification they do not
     # depend on the drafts.
     left: Left

@@ -10,7 +10,7 @@ TorchServe calls `handle` again and again while requests are live, with an entry
 Four threads share the work. TorchServe's thread runs `handle`: it owns the responses and replies. The engine thread
 runs rounds in slices of some milliseconds (engine_loop.py); during a slice it owns the scheduler, its sequences, both
 models, the metrics and the trace, and between slices TorchServe's thread does. The parser's two threads turn bodies
-into responses with sequences (parser.py).
+into responses with sequences (parser_threads.py).
 
 A call waits for the slice that the last one started, takes new requests, runs a slice if none had been started,
 replies, and starts the next one, which runs while TorchServe sends the replies.
@@ -24,7 +24,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from specserve.api.parser import Parser
+from specserve.api.parser_threads import Parser
 from specserve.api.response import Response
 from specserve.api.routes import Routes
 from specserve.config import HandlerConfig, parse_handler

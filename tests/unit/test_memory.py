@@ -11,7 +11,7 @@ import pytest
 from specserve.config import HandlerConfig, parse_handler
 from specserve.core import loading
 from specserve.core.loading import open_store
-from specserve.core.pool import check_weights, fitted, loaded_bytes
+from specserve.core.memory import check_weights, fitted, loaded_bytes
 from specserve.errors import ModelLoadError
 
 GIB = 2**30

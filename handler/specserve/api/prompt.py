@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
+from specserve.api.body import Json
 from specserve.api.request_schema import ChatRequest, CompletionRequest, check_tokens
 from specserve.config import HandlerConfig
 from specserve.engine.base import Vocabulary
 from specserve.errors import RequestError
 
-# A message, a tool or variables as the chat template gets them, and a function that is applied to each before.
-Part = dict[str, Any]
-Prepare = Callable[[Part], Part]
+# Is applied to each message, tool and set of variables before the chat template gets it.
+Prepare = Callable[[Json], Json]
 # Private-use characters that stand in for names of control tokens that have to stay plain text.
 _PLACES = range(0x100000, 0x10FFFE)
 _HIDDEN = re.compile("[\U00100000-\U0010fffd]")
@@ -101,14 +100,14 @@ class Tokenizer:
         names = {vocabulary.name(token).decode(errors="replace") for token in control} - {""}
         return dict(zip(sorted(names, key=lambda name: (-len(name), name)), map(chr, _PLACES), strict=False))
 
-    def _hide(self, part: Part) -> Part:
+    def _hide(self, part: Json) -> Json:
         """Return a part of a chat with its plain-text names of control tokens replaced."""
         if self._control_tokens == "all" or (self._control_tokens == "messages" and part.get("role") != "tool"):
             return part
         written = json.dumps(part, ensure_ascii=False)
         for name, place in self._places.items():
             written = written.replace(json.dumps(name, ensure_ascii=False)[1:-1], place)
-        hidden: Part = json.loads(written)
+        hidden: Json = json.loads(written)
         return hidden
 
     def _shown(self, text: str) -> str:

@@ -103,13 +103,6 @@ def cache_directory() -> Path:
     return Path(cache).expanduser() if cache else Path.home() / ".cache" / "specserve"
 
 
-def processor() -> str:
-    """Return the processor's name and features, by which measurements are kept."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = "model name", "flags", "CPU implementer", "CPU part", "Features"  # the last three of ARM's processors
-    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
-
-
 class TorchServeKeys(BaseModel):
     """Those of TorchServe's own keys that matter here; TorchServe validates the others."""
 

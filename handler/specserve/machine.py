@@ -75,6 +75,13 @@ def _siblings(core: int) -> str:
         return str(core)
 
 
+def processor() -> str:
+    """Return the processor's name and features, by which measurements are kept."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = "model name", "flags", "CPU implementer", "CPU part", "Features"  # the last three of ARM's processors
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
 def quota() -> float | None:
     """Return the time that cgroups grant this process, in cores; None if they grant all."""
     files = chain(_cgroup_files("", "cpu.max"), _cgroup_files("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specserve.config import processor
 from specserve.engine import kernels
 from specserve.engine.kernel_library import library
 from specserve.engine.kernel_trial import product, quantised
 from specserve.errors import Unusable
+from specserve.machine import processor
 
 __all__ = ["BLOCK", "FORMATS", "SUPPORTED_VARIANTS", "exact", "needs_kernels", "product", "quantised", "variants"]
 

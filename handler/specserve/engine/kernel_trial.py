@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.config import cache_directory, processor
+from specserve.config import cache_directory
 from specserve.engine import kernel_library
 from specserve.engine.base import FloatArray
 from specserve.engine.kernel_library import check_version, checksum, library
 from specserve.errors import Unusable
+from specserve.machine import processor
 from specserve.private_file import open_private
 
 logger = logging.getLogger(__name__)

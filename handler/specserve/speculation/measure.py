@@ -17,9 +17,9 @@ from time import perf_counter
 import numpy as np
 from pydantic import TypeAdapter
 
-from specserve.config import cache_directory, processor
+from specserve.config import cache_directory
 from specserve.engine.base import Engine, Row
-from specserve.machine import thread_times
+from specserve.machine import processor, thread_times
 from specserve.private_file import open_private
 from specserve.speculation.costs import CostTable
 

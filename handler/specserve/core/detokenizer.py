@@ -18,7 +18,7 @@ class Detokenizer:
         self._tables = {stop: _table(stop) for stop in self._matched}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self._ready = ""
+        self.ready = ""  # what `take` returns
         self.stop = ""  # the stop string that ended the text; of several the longest
         self.length = 0  # characters that were pushed
         self.released = 0  # those of them that are no longer held back
@@ -32,13 +32,9 @@ class Detokenizer:
         self._add(self._decoder.decode(b"", final=True), may_stop=True)
         self._release(len(self._held))
 
-    @property
-    def ready(self) -> bool:
-        return bool(self._ready)
-
     def take(self) -> str:
         """The text that was released since the last call."""
-        ready, self._ready = self._ready, ""
+        ready, self.ready = self.ready, ""
         return ready
 
     def _add(self, text: str, *, may_stop: bool) -> None:
@@ -61,7 +57,7 @@ class Detokenizer:
 
     def _release(self, count: int) -> None:
         count = max(0, count)  # a stop string may begin in what was released when it could not stop the text
-        self._ready += self._held[:count]
+        self.ready += self._held[:count]
         self._held = self._held[count:]
         self.released += count
 

@@ -137,7 +137,7 @@ class TextSequence(Sequence):
 
     @property
     def has_text(self) -> bool:
-        return self._detokenizer.ready
+        return bool(self._detokenizer.ready)
 
     def take_text(self) -> str:
         self._last_text = self._detokenizer.take()

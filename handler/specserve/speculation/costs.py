@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
-
 # Passes whose median the factor is, so up to 4 that the machine held up do not move it
 # (tests/engine/test_busy_minutes.py).
 _PASSES = 9
@@ -77,7 +75,7 @@ class PassCosts:
         """What a pass of `rows` rows takes with `kv_len` tokens in the KV cache; nothing for no rows."""
         return self.factor * self._curve(rows, kv_len)[rows]
 
-    def curve(self, max_rows: int, kv_len: int) -> FloatArray:
+    def curve(self, max_rows: int, kv_len: int) -> NDArray[np.float64]:
         """What passes of 0 to `max_rows` rows take, shape (`max_rows` + 1,)."""
         return self.factor * np.array(self._curve(max_rows, kv_len)[: max_rows + 1])
 

@@ -19,8 +19,8 @@ from specserve.api.chat_template import ChatTemplate
 from specserve.api.parse import parse_body
 from specserve.api.request_schema import ChatRequest
 from specserve.errors import RequestError
-from specserve.grammar.arguments import Notation, Scan
 from specserve.grammar.compiler import GrammarCompiler
+from specserve.grammar.notation import Notation, Scan
 from specserve.grammar.tool_calls import CallConstraint, CallSyntax
 
 PROPERTIES: dict[str, Any] = {

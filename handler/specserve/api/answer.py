@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from specserve.grammar.arguments import Scan
 from specserve.grammar.call_form import BETWEEN, WHITESPACE, CallForm, ThinkingTags, find, take, unfinished
+from specserve.grammar.notation import Scan
 
 
 class Text(NamedTuple):

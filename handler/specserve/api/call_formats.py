@@ -1,7 +1,7 @@
 """The table of formats: how models write tool calls and mark their reasoning, by their chat template."""
 
-from specserve.grammar.arguments import Notation
 from specserve.grammar.call_form import CallForm, ThinkingTags
+from specserve.grammar.notation import Notation
 from specserve.grammar.tool_calls import CallSyntax
 
 # JSON without tags, which many models write whatever their template asks for; in braces twice as in an example of the

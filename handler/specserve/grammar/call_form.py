@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from specserve.grammar.arguments import SPACE, Notation
+from specserve.grammar.notation import SPACE, Notation
 
 # What stands in a call's form, beside SPACE, for a tool's name, its arguments, and an id that the model gives the call.
 NAME, ARGUMENTS, ID = "NAME", "ARGUMENTS", "#"

@@ -1,8 +1,9 @@
-"""The keywords and string formats of JSON Schema: which hold subschemas, which assert anything, which are supported."""
+"""The keywords and string formats of JSON Schema, which of them are supported, and what a schema says of types."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 # The JSON types of Python's values.
 TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -48,6 +49,9 @@ _UNSPELLED_IN_PATTERN = re.compile(
     _UNSPELLED.pattern + r"|\\(?:[av]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])|[xu]\{)"
 )
 _NEGATED_CLASS = re.compile(r"(?<!\\)\[\^[^\]]*\]?")
+
+# No more references are followed in a row.
+_MAX_REFERENCES = 8
 
 # Formats that JSON Schema defines and llguidance 1.9 does not know; others that it does not know are annotations.
 UNSUPPORTED_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template"}
@@ -97,6 +101,43 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else TYPES.values()
     types = frozenset(name for name in names if name in [*TYPES.values()])
     return types | {"integer"} if "number" in types else types
+
+
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Follow a schema's references; one that leads nowhere is any value."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        *_, place = along(root, unquote(reference))
+        schema = place if isinstance(place, dict) else {}
+    return {}
+
+
+def branches(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, or the alternatives of its unions, with references followed."""
+    parts, seen = [schema], set[int]()
+    while parts:
+        part = parts.pop()
+        part = resolved(part, root) if isinstance(part, dict) else {}
+        inside = part.get("anyOf", part.get("oneOf"))
+        if isinstance(inside, list) and part.keys().isdisjoint({"enum", "const"}):
+            parts += inside if id(part) not in seen else []
+            seen.add(id(part))
+        else:
+            yield part
+
+
+def types_within(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows, its references and unions followed."""
+    types = set[str]()
+    for part in branches(schema, root):
+        values = part.get("enum", [part["const"]] if "const" in part else None)
+        types |= set(map(type_of, values)) if isinstance(values, list) else types_of(part)
+    return frozenset(types | {"integer"} if "number" in types else types)
+
+
+def type_of(value: Any) -> str:
+    return TYPES.get(type(value), "")
 
 
 def is_unspelled(key: str, value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specserve.engine.base import Vocabulary
 from specserve.errors import ConstraintError
-from specserve.grammar.arguments import SPACE, ArgumentsGrammar
+from specserve.grammar.arguments import ArgumentsGrammar
 from specserve.grammar.call_form import (
     BETWEEN,
     ID,
@@ -23,6 +23,7 @@ from specserve.grammar.call_form import (
     find,
 )
 from specserve.grammar.constraint import BoolArray, Constraint
+from specserve.grammar.notation import SPACE
 from specserve.sequence import common_prefix
 
 

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its cores and its memory, within its affinity and its control groups."""
+"""What the machine is, and what this process may use of it: cores and memory, within affinity and control groups."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""How models write tool calls: one notation, from which both their reader and their grammar are made."""
+"""The forms in which models write tool calls, from which both their reader and their grammar are made."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_log_probabilities_sources_and_records_count_the_token_after_an_alternat
     assert len(sequence.sources) == len(sequence.answer)
     assert sum(step.adopted for step in pair.records.rounds) == sequence.stats.adopted > 0
     for step in pair.records.rounds:
-        assert len(step.emitted) == step.accepted + 1 + step.adopted
+        assert len(step.emitted) == step.n_emitted_drafts + 1 + step.adopted
         assert len(step.alternatives) >= step.adopted
 
 

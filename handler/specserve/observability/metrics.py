@@ -94,7 +94,7 @@ class Metrics:
         self._count(GAMMA, 1, family, str(len(drafters)))
         for position, drafter in enumerate(drafters, 1):
             self._count(DRAFTED, 1, family, drafter)
-            if position <= step.accepted:
+            if position <= step.n_emitted_drafts:
                 self._count(ACCEPTED, 1, family, drafter, str(position))
         if info.group == "auto":
             key = info.request, step.sequence.index

@@ -39,7 +39,7 @@ class Trace(RotatingFileHandler):
             "position": step.position,
             "kv_len": step.num_computed_tokens,
             "drafts": step.drafted_by,
-            "accepted": step.accepted,
+            "accepted": step.n_emitted_drafts,
             "tokens": len(step.emitted),
             "seconds": [round(part, 6) for part in (step.seconds.draft, step.seconds.target, step.seconds.other)],
             "live": step.running,

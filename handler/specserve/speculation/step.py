@@ -209,7 +209,7 @@ class SequenceStep:
         return self.sequence.tokens[first : first + self.n_committed]
 
     @property
-    def accepted(self) -> int:
+    def n_emitted_drafts(self) -> int:
         """How many drafts were accepted and emitted; of drafts after the end of the text none counts."""
         return min(self.n_accepted, len(self.emitted))
 
@@ -233,7 +233,7 @@ class SequenceStep:
         stats.committed += committed
         stats.gammas[len(self.drafts)] += 1
         stats.drafted_by.update(self.drafted_by)
-        stats.accepted_by.update(self.drafted_by[: self.accepted])
+        stats.accepted_by.update(self.drafted_by[: self.n_emitted_drafts])
         stats.alternatives += len(self.alternatives)
         stats.adopted += self.adopted
         stats.plain_seconds += committed * seconds.plain

@@ -98,11 +98,14 @@ class ChatTemplate:
         marked = source + (history or "")
         self.thinking = thinking_tags(marked)
         self._choose_format(formats_of(marked), history)
-        # Some templates iterate over tools in any case; where an empty list does not help, either, there is none.
-        for self._no_tools in (None, [], None):
-            self.problem = self._trial_problem()
-            if self.problem is None:
-                break
+        self.problem = self._trial_problem()
+        if self.problem:
+            # Some templates iterate over tools in any case.
+            self._no_tools = []
+            if self._trial_problem() is None:
+                self.problem = None
+            else:
+                self._no_tools = None
 
     @property
     def calls(self) -> CallSyntax:

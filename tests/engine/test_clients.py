@@ -381,3 +381,20 @@ def test_thousands_of_answers_that_wait_are_not_all_looked_at_in_a_round(monkeyp
         pair.scheduler.run_round()
         assert spies[0].call_count <= 100, aged
         assert spies[1].call_count <= 2
+
+
+def test_of_many_long_prompts_that_wait_a_round_looks_at_eight_and_a_short_one_passes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each from a client of its own: a look takes milliseconds, in which all others wait."""
+    pair = Clients()
+    spy = mock.Mock(side_effect=PrefixCache.find)
+    monkeypatch.setattr(PrefixCache, "find", partialmethod(spy))
+    for number in range(30):
+        pair.send(f"agent {number}", long_prompt(number))
+    short = pair.send("editor", [5])
+    pair.step()
+    assert short.generated == 1
+    assert pair.scheduler.running == 1
+    # The one that is admitted, eight that are not, and the short one.
+    assert spy.call_count == 10

@@ -45,6 +45,8 @@ def promised_cells(sequence: Sequence) -> int:
 
 @dataclass(eq=False)
 class Waiting:
+    """The sequences without a slot: those that never had one, and those that were preempted."""
+
     running: list[TextSequence]  # those that have one, in the order of their admission; changed here
     target: KVCache
     cache: PrefixCache

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
+import tiny_models
 from kernel_products import needs_kernels
 from pairs import TinyFiles, open_engine
 from specserve.engine.base import Row
@@ -136,6 +137,24 @@ def test_an_unusable_file_is_a_one_line_error(tmp_path: Path, architecture: str,
         file.write_bytes(content)
         with pytest.raises(ModelLoadError, match=reason):
             LlamaModel(file)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 2**32 - 1])
+def test_a_model_trained_for_hardly_any_tokens_is_refused(length: int, tmp_path: Path) -> None:
+    """As llama.cpp reads it, 2**32 - 1 is -1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "CONTEXT", length)
+        tiny_models.write_tiny(tmp_path / "file.gguf", "qwen2", "target")
+    with pytest.raises(ModelLoadError, match=rf"file\.gguf: was trained for {length} tokens, by its metadata; convert"):
+        LlamaModel(tmp_path / "file.gguf")
+
+
+def test_a_vocabulary_that_cannot_spell_every_text_is_refused(files: TinyFiles, tmp_path: Path) -> None:
+    """A client's text would end the process."""
+    whole = files.path("llama", "target").read_bytes()
+    (tmp_path / "file.gguf").write_bytes(whole.replace(b"<0xC3>", b"<OxC3>"))
+    with pytest.raises(ModelLoadError, match=r"file\.gguf: its vocabulary has no <0xC3>, so it cannot read all texts"):
+        LlamaModel(tmp_path / "file.gguf")
 
 
 def test_weights_that_give_no_logits_are_refused(files: TinyFiles, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
+import tiny_models
 from pairs import PLAIN, Pair, TinyFiles, fixed_gamma
 from specserve.config import ModelConfig
 from specserve.core import loading
@@ -119,6 +120,28 @@ def test_a_target_without_a_pre_tokenizer_is_served_with_a_warning(
     monkeypatch.setattr(GGUFWriter, "add_tokenizer_pre", lambda *_: None)
     Pair(TinyFiles(tmp_path).config("qwen2"))
     assert "qwen2-target.gguf: names no pre-tokenizer, so answers may be worse: convert the model again" in caplog.text
+
+
+def test_a_target_without_an_end_token_is_served_with_a_warning(
+    files: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama.cpp then ends answers at token 11, which is a comma."""
+    Pair(files.config("qwen2"))
+    assert "end token" not in caplog.text
+    for name in ("eos", "eot"):
+        monkeypatch.setattr(GGUFWriter, f"add_{name}_token_id", lambda *_: None)
+    assert Pair(TinyFiles(tmp_path).config("qwen2")).vocabulary.is_end_token(11)
+    assert "qwen2-target.gguf: names no end token, so answers may end too early: convert the model again" in caplog.text
+
+
+def test_a_draft_model_whose_context_holds_no_draft_is_left_out(
+    files: TinyFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "CONTEXT", 1)
+        draft = TinyFiles(tmp_path).config("qwen2").draft
+    assert Pair(files.config("qwen2").model_copy(update={"draft": draft})).models.draft is None
+    assert "another one. Serving goes on without the draft model." in caplog.text
 
 
 def test_a_target_that_cannot_be_read_is_a_sentence_whatever_the_draft_is(files: TinyFiles, tmp_path: Path) -> None:

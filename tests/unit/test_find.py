@@ -56,7 +56,8 @@ def test_a_missing_file_is_a_sentence_with_the_places_and_what_helps(tmp_path: P
         found(models_directory=wrong.parent)
     assert str(error.value) == (
         f"model.gguf: there is no such model file in {wrong.parent}, {cache}/models. {wrong} has another sha256 than "
-        "the archive says. Put it there, or name its directory in $SPECSERVE_MODELS, or set `fetch_models: true`."
+        "the archive says: if it should, run scripts/archive again. Put it there, or name its directory in "
+        "$SPECSERVE_MODELS, or set `fetch_models: true`."
     )
 
 

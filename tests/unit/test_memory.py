@@ -95,6 +95,18 @@ def test_models_that_do_not_fit_into_memory_are_refused_before_they_are_loaded(t
             check_weights(files, free)
 
 
+def test_of_a_model_in_several_files_all_count(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"m-{number:05d}-of-00003.gguf").write_bytes(bytes(2**20))
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(bytes(2**20))
+    for first, mib in (("m-00001-of-00003.gguf", 3), ("m-00001-of-00002.gguf", 1)):
+        check_weights([tmp_path / first], (400 + mib) * 2**20)
+        with pytest.raises(ModelLoadError, match=f"^{first}: no memory: the weights take {mib} MiB"):
+            check_weights([tmp_path / first], (400 + mib) * 2**20 - 1)
+        model: Any = SimpleNamespace(path=tmp_path / first, cell_values=0, recurrent=False)
+        assert loaded_bytes(config(), model, None) == (400 + mib) * 2**20
+
+
 def test_a_worker_takes_weights_kv_caches_and_a_rest(tmp_path: Path) -> None:
     file = tmp_path / "target.gguf"
     file.write_bytes(bytes(2**20))

@@ -110,9 +110,12 @@ def load_models(config: HandlerConfig) -> Models:
             before_draft=fits.result,
             before_timing=reading.result,
         )
-    if not target_model.has_splitter:
-        sentence = "specserve: %s: names no pre-tokenizer, so answers may be worse: convert the model again"
-        logger.warning(sentence, target_model.path)
+    for is_named, lacks in (
+        (target_model.has_splitter, "pre-tokenizer, so answers may be worse"),
+        (target_model.has_end, "end token, so answers may end too early"),
+    ):
+        if not is_named:
+            logger.warning("specserve: %s: names no %s: convert the model again", target_model.path, lacks)
     if target.rollback is not None:
         sentence = "specserve: %s: has recurrent layers: at most %d tokens are drafted, if one sequence decodes alone"
         logger.warning(sentence, target_model.path, target.rollback)

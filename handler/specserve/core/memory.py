@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,13 +35,21 @@ def check_weights(files: Sequence[Path], free: int) -> None:
     """Raise ModelLoadError at the first of these models that does not fit into `free` bytes beside those before it."""
     weights = 0
     for count, file in enumerate(files, 1):
-        weights += file.stat().st_size
+        weights += _file_bytes(file)
         if weights + _REST > free:
             names = " and ".join(file.name for file in files[:count])
             raise ModelLoadError(
                 f"{names}: no memory: the weights take {_mib(weights)} and the rest of the worker {_mib(_REST)}, but "
                 f"{_mib(free)} are free; give the worker more memory, or choose a smaller model."
             )
+
+
+def _file_bytes(file: Path) -> int:
+    """The size of a model, of which llama.cpp also reads the parts beside a first one, NAME-00001-of-00003.gguf."""
+    if not (first := re.fullmatch(r"(.*-)00001(-of-(\d{5})\.gguf)", file.name)):
+        return file.stat().st_size
+    parts = [file.with_name(f"{first[1]}{number:05d}{first[2]}") for number in range(1, int(first[3]) + 1)]
+    return sum(part.stat().st_size for part in parts if part.exists())
 
 
 def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> tuple[int, int]:
@@ -55,7 +64,7 @@ def cache_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | N
 
 def loaded_bytes(config: HandlerConfig, target: LlamaModel, draft: LlamaModel | None) -> int:
     """The bytes that a worker takes with a `fitted` configuration, beside prefixes in host memory."""
-    weights = sum(model.path.stat().st_size for model in (target, draft) if model)
+    weights = sum(_file_bytes(model.path) for model in (target, draft) if model)
     per_token, other_bytes = cache_bytes(config, target, draft)
     return weights + per_token * config.cache_tokens + other_bytes + _REST
 

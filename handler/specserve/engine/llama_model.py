@@ -27,6 +27,8 @@ _PARTS |= dict.fromkeys((b"clip", b"mmproj"), "the part of a model that reads im
 _BLOCK_LENGTH = 8
 # Of encoders, embedding and diffusion models.
 NO_GENERATOR = "this kind of model does not write text token by token; choose one that generates text."
+# The fewest tokens that a model is trained for, which is also the least `context_length` (config.py).
+_LEAST_CONTEXT = 64
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
@@ -127,6 +129,23 @@ class LlamaModel:
             llama_cpp.llama_vocab_eos(self._vocab) if llama_cpp.llama_vocab_get_add_eos(self._vocab) else None,
         )
         self._pieces: dict[int, bytes] = {}
+        if reason := self._unfit():
+            self.close()
+            raise ModelLoadError(f"{path}: {reason}; convert the model again, or choose another one.")
+
+    def _unfit(self) -> str | None:
+        """Say what the file lacks that llama.cpp does not ask for before a pass or a prompt needs it."""
+        if self.trained_context < _LEAST_CONTEXT:
+            return f"was trained for {self.trained_context % 2**32} tokens, by its metadata"
+        if self.tokenizer == llama_cpp.LLAMA_VOCAB_TYPE_SPM:
+            # Of what no other token spells, which llama.cpp ends the process for if one is missing.
+            missing = {b"<0x%02X>" % byte for byte in range(0x80, 0x100)}
+            for token in range(self.size):
+                missing.discard(self.token_text(token))
+                if not missing:
+                    return None
+            return f"its vocabulary has no {min(missing).decode()}, so it cannot read all texts"
+        return None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:
         data = text.encode("utf-8")
@@ -206,6 +225,12 @@ class LlamaModel:
     def has_splitter(self) -> bool:
         """False where llama.cpp splits texts in its default way before it merges bytes: the file does not say how."""
         return self.tokenizer != llama_cpp.LLAMA_VOCAB_TYPE_BPE or bool(self._metadata("tokenizer.ggml.pre"))
+
+    @property
+    def has_end(self) -> bool:
+        """False where the file names no token that ends answers: llama.cpp takes token 11, which may be any text."""
+        named = (self._metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        return self.tokenizer != llama_cpp.LLAMA_VOCAB_TYPE_BPE or any(named)
 
     @property
     def cell_values(self) -> int:

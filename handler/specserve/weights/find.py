@@ -35,7 +35,8 @@ def find(model: ModelConfig, config: HandlerConfig) -> Path:
             return models.prepared(model.source, models.fetch(model.source, Path()), Path())
         except (EnvironmentFailure, ImportError) as error:
             raise ModelLoadError(f"{model.source.hub}: cannot be fetched: {str(error).rstrip('.')}.") from error
-    wrong = "".join(f" {place} has another sha256 than the archive says." for place in found)
+    other = "has another sha256 than the archive says: if it should, run scripts/archive again."
+    wrong = "".join(f" {place} {other}" for place in found)
     searched = ", ".join(str(place.parent) for place in places)
     fetching = ", or set `fetch_models: true`" if model.source else ""
     raise ModelLoadError(

@@ -197,7 +197,7 @@ def cost_of_a_pass(results: Results) -> list[str]:
     return section("What does a forward pass cost?", answer, results, "cost_curve", lines=lines)
 
 
-def model_name(row: dict[str, Any]) -> str:
+def model_name(row: Row) -> str:
     """Return the name of a file or, if all its matrices have one format, of that."""
     return str(row["file"]).removesuffix(".gguf").removesuffix("_S").removesuffix("_MOE")
 

@@ -31,6 +31,8 @@ Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_core
 # YAML reads a bare `off` as false.
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 CacheType = Literal["f16", "q8_0"]
+# Tokens; a model that was trained for fewer is refused.
+LEAST_CONTEXT = 64
 
 
 class _Section(BaseModel):
@@ -76,9 +78,9 @@ class HandlerConfig(_Section):
     models_directory: Path | None = None
     fetch_models: bool = False
     sequences: int = Field(default=8, ge=1, le=64)
-    context_length: int = Field(default=32768, ge=64)
+    context_length: int = Field(default=32768, ge=LEAST_CONTEXT)
     cache_type: CacheType = "f16"
-    cache_tokens: int = Field(default=32768, ge=64)
+    cache_tokens: int = Field(default=32768, ge=LEAST_CONTEXT)
     kernels: Annotated[Literal["auto", "off"], _OFF] = "auto"
     threads: int | None = Field(default=None, ge=1)
     cores: Cores | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import llama_cpp
 
+from specserve.config import LEAST_CONTEXT
 from specserve.errors import EngineError, ModelLoadError
 
 _GGUF_MAGIC = b"GGUF"
@@ -27,8 +28,7 @@ _PARTS |= dict.fromkeys((b"clip", b"mmproj"), "the part of a model that reads im
 _BLOCK_LENGTH = 8
 # Of encoders, embedding and diffusion models.
 NO_GENERATOR = "this kind of model does not write text token by token; choose one that generates text."
-# The fewest tokens that a model is trained for, which is also the least `context_length` (config.py).
-_LEAST_CONTEXT = 64
+_CONVERT_AGAIN = "convert the model again, or choose another one."
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export
 
 
@@ -110,9 +110,6 @@ class LlamaModel:
             model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if model is None:
             raise ModelLoadError(f"{path}: {_refusal((_said.errors or ('it does not say why',))[0])}")
-        if llama_cpp.llama_model_has_encoder(model):
-            llama_cpp.llama_model_free(model)
-            raise ModelLoadError(f"{path}: {NO_GENERATOR}")
         self.path = path
         self.pointer = model
         self._vocab = llama_cpp.llama_model_get_vocab(model)
@@ -131,20 +128,22 @@ class LlamaModel:
         self._pieces: dict[int, bytes] = {}
         if reason := self._unfit():
             self.close()
-            raise ModelLoadError(f"{path}: {reason}; convert the model again, or choose another one.")
+            raise ModelLoadError(f"{path}: {reason}")
 
     def _unfit(self) -> str | None:
-        """Say what the file lacks that llama.cpp does not ask for before a pass or a prompt needs it."""
-        if self.trained_context < _LEAST_CONTEXT:
-            return f"was trained for {self.trained_context % 2**32} tokens, by its metadata"
+        """Say why the model cannot serve although llama.cpp, which asks for some things late, has loaded it."""
+        if llama_cpp.llama_model_has_encoder(self.pointer):
+            return NO_GENERATOR
+        if self.trained_context < LEAST_CONTEXT:
+            return f"was trained for {self.trained_context % 2**32} tokens, by its metadata; {_CONVERT_AGAIN}"
         if self.tokenizer == llama_cpp.LLAMA_VOCAB_TYPE_SPM:
-            # Of what no other token spells, which llama.cpp ends the process for if one is missing.
+            # At a character that neither a token nor these spell, llama.cpp ends the process.
             missing = {b"<0x%02X>" % byte for byte in range(0x80, 0x100)}
             for token in range(self.size):
                 missing.discard(self.token_text(token))
                 if not missing:
                     return None
-            return f"its vocabulary has no {min(missing).decode()}, so it cannot read all texts"
+            return f"its vocabulary has no {min(missing).decode()}, so it cannot read all texts; {_CONVERT_AGAIN}"
         return None
 
     def encode(self, text: str, *, special: bool = False, begin: bool = True) -> list[int]:

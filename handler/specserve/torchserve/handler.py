@@ -63,7 +63,7 @@ class Handler:
             self.start(config, load_models, served, types.sender(context.metrics))
         except SpecserveError as error:
             logger.error("specserve cannot load: %s", error)
-            raise RuntimeError(str(error)) from None  # TorchServe logs a traceback
+            raise RuntimeError(str(error)) from None  # TorchServe logs the traceback of each
 
     def start(
         self,
